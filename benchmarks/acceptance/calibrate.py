@@ -11,9 +11,8 @@ from benchmarks.acceptance.drafting import Grown
 from benchmarks.acceptance.looking_up import LookUps
 from benchmarks.acceptance.methods import MOST_CHILDREN, Method, Setting
 from benchmarks.acceptance.simulate import simulate
-from benchmarks.acceptance.slot_values import SlotValues, valued
 from benchmarks.acceptance.texts import Prompts, logits_along
-from benchmarks.acceptance.verifying import Blocks, Replay
+from benchmarks.acceptance.verifying import Replay
 from dyntree_plugin.tree.children import ChildPicker, sampled_children
 from dyntree_plugin.tree.noise import DRAFT, stream
 from dyntree_plugin.tree.papers.without_replacement import WITHOUT_REPLACEMENT
@@ -21,9 +20,6 @@ from dyntree_plugin.tree.perturb import perturb_on
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import Accepted
 from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes, temperature_class
-
-_NOISES = (0.5, 0.5, 0.5, 0.2)
-"""Of the slot values in each round of learning, in nats."""
 
 
 @torch.inference_mode()
@@ -99,38 +95,6 @@ def learn_values(
             tokens, observe, lookups,
         )  # fmt: skip
     return estimate
-
-
-def learn_slot_values(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    prompts: Prompts,
-    method: Method,
-    setting: Setting,
-    tokens: int,
-) -> SlotValues:
-    """Return slot values learned from decoding ``prompts``, at first with trees of all kinds."""
-    plan = method.plan(setting)
-    pick = ChildPicker(plan, perturb_on(draft.device), AcceptanceEstimate(draft.device))
-    values = SlotValues()
-
-    def observe(grown: Grown, accepted: Accepted) -> None:
-        slots = torch.arange(grown.tree.tokens.shape[1], device=draft.device)
-        if grown.features is None or verifier.on_path is None:
-            raise ValueError("slot values are learned of trees that are verified as a whole")
-        values.observe(grown.features, slots < grown.tree.counts[:, None], verifier.on_path)
-
-    for noise in _NOISES:
-        values.noise = noise
-        longest = prompts.longest + tokens + setting.max_depth + 1
-        verifier = Blocks(target, prompts, setting.temperature, longest)
-        simulate(
-            plan, pick, [draft], prompts, verifier, setting.temperature, tokens, observe,
-            growing=valued(plan, values),
-        )  # fmt: skip
-        values.learn()
-    values.noise = 0.0
-    return values
 
 
 def look_ups(

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from benchmarks.acceptance.pooled import DraftDecoder
-from benchmarks.acceptance.slot_values import ValuedSlots, described
 from dyntree_kernels.contracts import DRAFT
 from dyntree_plugin.tree.children import Children, DraftRows
 from dyntree_plugin.tree.drafting import grow as grow_trees
@@ -82,15 +81,13 @@ def grow(
     logits: torch.Tensor,
     requests: Requests,
     trie: JudgedTrie | None = None,
-    growing: GrowthPlan | None = None,
 ) -> Grown:
     """Grow one step's trees below the last token of each context, by the engine's own loop.
 
     ``logits`` [R, V]: the draft's after the contexts. The draft runs on those nodes alone whose
-    children may become part of the tree. ``trie``: candidates of another source. ``growing``: in
-    place of the plan's growth.
+    children may become part of the tree. ``trie``: candidates of another source.
     """
-    stages = _Stages(plan, pick, draft, logits, requests, trie, growing or _thrifty(plan))
+    stages = _Stages(plan, pick, draft, logits, requests, trie)
     tree, _ = grow_trees(stages, len(stages.growing.widths))
     forwards = stages.forwards
     if plan.growth.name in _LAYERED:
@@ -137,8 +134,8 @@ class _Stages:
         logits: torch.Tensor,
         requests: Requests,
         trie: JudgedTrie | None,
-        growing: GrowthPlan,
     ) -> None:
+        growing = _thrifty(plan)
         root = torch.zeros_like(draft.lengths)
         self.growing = growing
         self._growth = growing.start(len(root), torch.full_like(root, growing.scratch_slots))
@@ -230,11 +227,9 @@ class _Adder:
         if picked.distributions is None:
             self._growth.add(tokens, log_probs)
             return
-        # The growth is given what values read of the distributions: padded to all nodes, these
-        # take many times the memory of those there are.
-        rows = log_probs.new_zeros(*valid.shape, 2)
-        rows[valid] = described(picked.distributions)
-        self._growth.add(tokens, log_probs, rows)
+        # The growth only learns that children were drawn: distributions that are padded to all
+        # nodes take many times the memory of those there are.
+        self._growth.add(tokens, log_probs, log_probs.new_zeros(*valid.shape, 0))
         index = torch.zeros_like(valid, dtype=torch.int64)
         index[valid] = torch.arange(self._count, self._count + len(at), device=at.device)
         self._laws.append(picked.distributions)
@@ -257,8 +252,6 @@ class _Adder:
 
     def learned_from(self, tree: TokenTree) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the features and the kinds of a tree's nodes, if values are learned."""
-        if isinstance(self._growth, ValuedSlots):
-            return self._growth.features_of(tree), None
         if not self._features:
             return None, None
         features = torch.cat(self._features, 1)

@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.acceptance.calibrate import (
-    learn_slot_values,
     learn_values,
     look_ups,
     positional_acceptance,
@@ -22,7 +21,6 @@ from benchmarks.acceptance.drafting import Pick
 from benchmarks.acceptance.methods import Method, Setting
 from benchmarks.acceptance.posterior import fitted_beta, measure
 from benchmarks.acceptance.simulate import Counts, simulate
-from benchmarks.acceptance.slot_values import SlotValues, valued
 from benchmarks.acceptance.texts import Prompts, write
 from benchmarks.acceptance.verifying import Blocks, Replay, Verifier, Walk
 from benchmarks.acceptance.workloads import Texts
@@ -105,7 +103,6 @@ class Lesson:
     acceptance: tuple[float, ...] = ()
     beta: float = 1.0
     values: dict[str, AcceptanceEstimate] = field(default_factory=dict)
-    slots: dict[str, SlotValues] = field(default_factory=dict)
 
 
 @dataclass
@@ -217,11 +214,6 @@ class Laboratory:
     def _learn(self, temperature: float) -> Lesson:
         pair, prompts = self.pair, self._calibration
         lesson = Lesson()
-        for method in (each for each in self.trial.methods if each.slots and temperature > 0):
-            setting = self._setting(LEARNING_BUDGET, temperature, lesson)
-            lesson.slots[method.name] = learn_slot_values(
-                pair.target, pair.draft, prompts, method, setting, self.trial.tokens
-            )
         names = {method.name for method in self.trial.methods}
         learning = [method for method in self.trial.methods if method.name in _LEARNING]
         text = self._write(prompts, self.trial.calibration.given, temperature)
@@ -268,7 +260,6 @@ class Laboratory:
                 temperature,
                 tokens,
                 lookups=lookups,
-                growing=valued(plan, lesson.slots[method.name]) if method.slots else None,
             )
         return Cell(method, setting, plan, counts, time.perf_counter() - started)
 

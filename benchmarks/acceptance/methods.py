@@ -49,8 +49,7 @@ class Method:
     gives anything that another method does not. ``greedy_draft`` is the draft's temperature where
     the target's is 0; elsewhere they are the same. ``drafts``: the models that are sources.
     ``ngram``: the shortest match of vLLM's own n-gram, whose chain is the tree; None for others.
-    ``block``: whether the drawn tree is verified as a whole, and not by the plan's rule.
-    ``slots``: whether it grows by learned values of its slots, and not by the plan's growth.
+    ``block``: whether the drawn chain is verified as a whole, and not by the plan's rule.
     """
 
     name: str
@@ -62,7 +61,6 @@ class Method:
     drafts: Literal["none", "first", "all"] = "first"
     ngram: int | None = None
     block: bool = False
-    slots: bool = False
 
     def plan(self, setting: Setting) -> TreePlan:
         """Return the plan that an engine with these options follows.
@@ -129,10 +127,6 @@ def _with_look_up(setting: Setting) -> dict[str, Any]:
     return _topk("on", "on")(setting) | every
 
 
-def _drawn(setting: Setting) -> dict[str, Any]:
-    return {"growth": "dyspec", "children": 2}
-
-
 def _of_look_up(calibration: str) -> Options:
     """Return options for trees without a draft model."""
 
@@ -185,7 +179,6 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
 
 _SERVED = (
     Method("block", "block chain", _of_growth(GROWTHS["chain"]), greedy=False, block=True),
-    Method("traversal", "drawn tree", _drawn, ours=True, greedy=False, block=True, slots=True),
     Method("topk", "top-k, match", _topk("off", "off")),
     Method("coupled", "coupled", _topk("on", "off"), ours=True, greedy=False),
     Method("calibrated", "coupled, calibrated", _topk("on", "on"), ours=True),

@@ -15,7 +15,6 @@ from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.pooled import DraftDecoder, PooledDecoder
 from benchmarks.acceptance.texts import Prompts
 from benchmarks.acceptance.verifying import Blocks, Verifier
-from dyntree_plugin.tree.growth.base import GrowthPlan
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import Accepted
 
@@ -95,9 +94,7 @@ class _Sources:
         lookups: LookUps | None,
         prompts: Prompts,
         longest: int,
-        growing: GrowthPlan | None,
     ) -> None:
-        self._growing = growing
         self._plan = plan
         self._pick = pick
         self._lookups = lookups
@@ -123,9 +120,7 @@ class _Sources:
             trie = self._lookups.tries()
         if self._decoder is not None:
             logits = self._decoder.append(fresh, sizes)
-            grown = grow(
-                self._plan, self._pick, self._decoder, logits, requests, trie, self._growing
-            )
+            grown = grow(self._plan, self._pick, self._decoder, logits, requests, trie)
             count = self._drafts
             return replace(grown, forwards=count * grown.forwards, expanded=count * grown.expanded)
         if trie is None:
@@ -144,20 +139,19 @@ def simulate(
     tokens: int,
     observe: Observe | None = None,
     lookups: LookUps | None = None,
-    growing: GrowthPlan | None = None,
 ) -> Counts:
     """Decode until every request has emitted ``tokens``, the one behind its prompt included.
 
     A step's tokens all count, those beyond ``tokens`` too: cutting the last step short would
     favour short trees. ``observe`` sees every step of every request. ``lookups``: look-up in the
     same prompts; without ``drafts`` it is the only source. Draft forwards and the nodes expanded
-    in them are counted for each draft. ``growing``: in place of the plan's growth.
+    in them are counted for each draft.
     """
     depth = plan.shape.max_depth
     counts = Counts.none(depth)
     counts.by_prompt = torch.zeros(len(prompts), 2, dtype=torch.float64)
     longest = prompts.longest + tokens + depth + 1
-    sources = _Sources(plan, pick, drafts, lookups, prompts, longest, growing)
+    sources = _Sources(plan, pick, drafts, lookups, prompts, longest)
     fresh, sizes = verifier.first()[:, None], torch.ones_like(prompts.lengths)
     emitted, seeds = sizes, prompts.seeds
     which = torch.arange(len(prompts), device=seeds.device)

@@ -9,7 +9,7 @@ gets the same numbers from less:
   much of it as lies in the tree.
 - The sampled rules decide at one node after another. `Walk` runs the target on the nodes it comes
   to, one decode for each level and all requests.
-- A drawn tree is accepted as a whole. `Blocks` runs the target on all of its nodes at once.
+- A drawn chain is accepted as a whole. `Blocks` runs the target on all of its nodes at once.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class Walk:
 
 
 class Blocks:
-    """Accepts drawn chains as blocks, and drawn trees by traversal, with noise of the root's
-    position, which no later step uses again. Trees must be drawn with such noise, too."""
+    """Accepts drawn chains as blocks, with noise of the root's position, which no later step uses
+    again. Chains must be drawn with such noise, too."""
 
     def __init__(
         self, target: PreTrainedModel, prompts: Prompts, temperature: float, positions: int

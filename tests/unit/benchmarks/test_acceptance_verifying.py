@@ -13,7 +13,6 @@ from benchmarks.acceptance.drafting import Grown, Pick, Requests, grow
 from benchmarks.acceptance.methods import METHODS, Setting
 from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.simulate import simulate
-from benchmarks.acceptance.slot_values import SlotValues, valued
 from benchmarks.acceptance.texts import Prompts, logits_along, write
 from benchmarks.acceptance.verifying import Blocks, Replay, Verifier, Walk
 from dyntree_plugin.options.options import DynTreeOptions
@@ -235,16 +234,15 @@ def test_reading_a_chain_alone_accepts_what_a_block_over_a_verified_tree_does() 
     assert_same(lazily_and_densely(plan, Blocks(in_rows(), prompts, 0.8, 60), prompts, 0.8))
 
 
-def excess_of_blocks(name: str, target: PreTrainedModel) -> tuple[float, float]:
-    """Let a method write with this ``target``, and compare with the law of `in_rows`.
+def excess_of_blocks(target: PreTrainedModel) -> tuple[float, float]:
+    """Write with this ``target`` by block chains, and compare with the law of `in_rows`.
 
     Return the mean over all tokens of -log p less the entropy, which is 0 for samples of the law,
     and its standard error.
     """
     prompts, temperature = some_prompts(*[4] * 400), 1.0
-    plan = METHODS[name].plan(Setting(DEPTH, temperature, DEPTH, ()))
+    plan = METHODS["block"].plan(Setting(DEPTH, temperature, DEPTH, ()))
     pick = ChildPicker(plan, PERTURB, AcceptanceEstimate("cpu"))
-    growing = valued(plan, SlotValues()) if METHODS[name].slots else None
     told: list[list[int]] = [[] for _ in range(len(prompts))]
     verifier = Blocks(target, prompts, temperature, 80)
     for words, first in zip(told, verifier.first().tolist(), strict=True):
@@ -261,9 +259,7 @@ def excess_of_blocks(name: str, target: PreTrainedModel) -> tuple[float, float]:
             told[place] += words
 
     verifier.keep = kept  # type: ignore[method-assign]
-    simulate(
-        plan, pick, [in_rows(0.3)], prompts, verifier, temperature, 24, observe, growing=growing
-    )
+    simulate(plan, pick, [in_rows(0.3)], prompts, verifier, temperature, 24, observe)
     text = torch.tensor([words[:24] for words in told])
     law = (logits_along(in_rows(), prompts, text) / temperature).log_softmax(1)
     entropy = -(law.exp() * law).sum(1)
@@ -271,12 +267,11 @@ def excess_of_blocks(name: str, target: PreTrainedModel) -> tuple[float, float]:
     return float(excess.mean()), float(excess.std() / len(excess) ** 0.5)
 
 
-@pytest.mark.parametrize("name", ["block", "traversal"])
-def test_texts_have_the_law_of_the_target(name: str) -> None:
+def test_texts_have_the_law_of_the_target() -> None:
     """Control: those of another target have not."""
-    excess, error = excess_of_blocks(name, in_rows())
+    excess, error = excess_of_blocks(in_rows())
     assert abs(excess) < 4 * error
-    excess, error = excess_of_blocks(name, in_rows(0.2))
+    excess, error = excess_of_blocks(in_rows(0.2))
     assert excess > 8 * error
 
 

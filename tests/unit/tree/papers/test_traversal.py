@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from exactness import Grown, Model, continued, distance, grow_every_way
+from exactness import Grown, Model, continued, distance
 from test_exactness import (
     ALL_MODELS,
     BIASED,
@@ -19,16 +18,14 @@ from test_exactness import (
     WR,
     Case,
     grown,
-    models,
     most_valuable,
     name_of,
     shape,
 )
 
-from benchmarks.acceptance.slot_values import FEATURES, SlotValues, ValuedSlots, described
 from dyntree_plugin.tree import traversal
 from dyntree_plugin.tree.block import Chains
-from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan
+from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.papers.without_replacement import next_draw_law
 from dyntree_plugin.tree.registry import plan_growth
 from dyntree_plugin.tree.traversal import Traversal, traverse
@@ -162,44 +159,6 @@ def test_nodes_are_on_the_accepted_path_as_often_as_is_said(case: Case):
         on_it = torch.nn.functional.one_hot(path + 1, size + 1).sum(1)[:, 1:]
         held += weights[:, None] * on_it
     assert (held - found.on_path()).abs().max() < EXACT
-
-
-class SlotsOfLaws(ValuedSlots):
-    """Is given whole distributions, as `grow_every_way` has them."""
-
-    def rows(self, distributions: torch.Tensor) -> torch.Tensor:
-        return described(distributions)
-
-
-class SlotsThatPeep(SlotsOfLaws):
-    """Values slots by what they draw: control."""
-
-    def children_of(self, *known: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        features, paths = super().children_of(*known)
-        return (features - 5 * known[-1][..., None].exp()).float(), paths
-
-
-def by_learned_values(kind: type[ValuedSlots], which: int) -> tuple[Grown, Model]:
-    values = SlotValues()
-    torch.manual_seed(which)
-    values.net = torch.nn.Sequential(torch.nn.Linear(FEATURES, 1))
-    values.net.requires_grad_(False)[0].weight.mul_(4)
-    options = {"node_budget": 4, "children": 2, "widths": (1, 1)}
-    plan = GrowthPlan(WR, 2, (1, 1), partial(kind, values, 3, **options))
-    draft, target = list(models(3, 3))[which]
-    return grow_every_way(plan, draft), target
-
-
-def test_trees_by_learned_values_emit_it():
-    """Control: values that know what a slot draws."""
-    for which in range(4):
-        made, target = by_learned_values(SlotsOfLaws, which)
-        assert distance(law_of(made, target, as_it_is), target) < EXACT
-    far = [
-        distance(law_of(made, target, as_it_is), target)
-        for made, target in (by_learned_values(SlotsThatPeep, which) for which in range(4))
-    ]
-    assert max(far) > BIASED
 
 
 def test_on_a_chain_it_is_block_verification():
