@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from benchmarks.kernels.two_pass import two_pass_attention
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
 from dyntree_kernels.contracts import BatchRows, TreeArrays
 from dyntree_kernels.cuda.attention import Tiling, tree_attention
@@ -40,7 +39,6 @@ class Runner:
     launch: Launch
     plan: Callable[[], None] | None = None
     exact: bool = True  # gives tree attention, not a baseline of another meaning
-    captured: bool = True
 
 
 class UnavailableError(RuntimeError):
@@ -196,45 +194,23 @@ def flashinfer_dense_mask(b: Batch) -> Runner:
     return Runner(launch, plan)
 
 
-def flash_attention(b: Batch, module: str, *, tree: bool) -> Runner:
-    """FlashAttention 3 over all columns, causal; or over the context, and the tree in Triton."""
+def flash_attention(b: Batch, module: str) -> Runner:
+    """FlashAttention 3 over all columns, causal."""
     try:
         function: Any = importlib.import_module(module).flash_attn_varlen_func
     except (ImportError, AttributeError) as error:
         raise UnavailableError(f"{module}: {error}") from error
-    call = functools.partial(
-        function, max_seqlen_q=b.rows, cu_seqlens_q=b.qo_indptr,
-        max_seqlen_k=b.context + (0 if tree else b.rows), block_table=b.table, softmax_scale=SCALE,
-        causal=not tree, fa_version=3,
-    )  # fmt: skip
     everything = b.ctx_lens + b.rows
 
-    def causal(layer: int) -> None:
+    def launch(layer: int) -> None:
         keys, values = b.caches[layer].transpose(1, 2).chunk(2, 3)
-        call(b.q, keys, values, seqused_k=everything, out=b.out)
+        function(
+            b.q, keys, values, max_seqlen_q=b.rows, cu_seqlens_q=b.qo_indptr,
+            max_seqlen_k=b.context + b.rows, seqused_k=everything, block_table=b.table,
+            softmax_scale=SCALE, causal=True, fa_version=3, out=b.out,
+        )  # fmt: skip
 
-    def two_pass(layer: int) -> None:
-        keys, values = b.caches[layer].transpose(1, 2).chunk(2, 3)
-
-        def context(out: torch.Tensor, lse: torch.Tensor) -> None:
-            _, logs, *_ = call(
-                b.q, keys, values, seqused_k=b.ctx_lens, out=out, return_softmax_lse=True
-            )
-            lse.copy_(logs.view(HEADS, -1).t())
-
-        two_pass_attention(*b.arguments(layer), PLAIN, context)
-
-    return Runner(two_pass if tree else causal, exact=tree)
-
-
-def xformers(b: Batch) -> Runner:
-    if importlib.util.find_spec("xformers") is None:
-        raise UnavailableError("xformers is not installed")
-    from benchmarks.kernels import xformers_attention
-
-    return Runner(
-        lambda layer: xformers_attention.tree_attention(*b.arguments(layer), SCALE), captured=False
-    )
+    return Runner(launch, exact=False)
 
 
 @functools.cache
@@ -271,11 +247,3 @@ def walk_batch(requests: int, nodes: int, device: str = "cuda") -> tuple[BatchRo
     lens = torch.full((requests,), nodes + 1, dtype=torch.int32)
     batch = BatchRows(packed, rows + 1, rows.int(), rows, lens)
     return BatchRows(*(x.to(device) for x in batch[:5])), TreeArrays(*(x.to(device) for x in trees))
-
-
-def active_tiles(bits: torch.Tensor, columns: int, size: int = 32) -> int:
-    """Tiles of size × size nodes in which some bit is set."""
-    side = -(-columns // size)
-    pad = side * size - columns
-    mask = torch.nn.functional.pad(unpack_bits(bits, columns), (0, pad, 0, pad))
-    return int(mask.view(side, size, side, size).any(3).any(1).sum())

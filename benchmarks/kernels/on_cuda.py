@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import operator
 import sys
@@ -19,16 +18,14 @@ import torch
 from triton import TritonError
 
 from benchmarks.kernels import cases, timing
-from dyntree_kernels.ancestors import ancestor_bits as plain_ancestor_bits
 from dyntree_kernels.contracts import room_for
-from dyntree_kernels.cuda.attention import Tiling, half_precision_tiling, tiling, tree_attention
+from dyntree_kernels.cuda.attention import half_precision_tiling, tiling
 from dyntree_kernels.cuda.kv_move import KVMover
 from dyntree_kernels.cuda.walk import walk
 
 ROWS, CONTEXTS = (16, 64, 256, 512, 1024), (4096, 16384)
 UNEVEN = (17, 33, 65, 129)
 """Rows of usual trees with their root: those of a head group fill no tile."""
-TREES = (64, 128, 256, 512, 1024, 2048)
 TOLERANCE = 2e-2  # of bfloat16 outputs against the float64 oracle
 KERNEL_ERRORS = (RuntimeError, ValueError, ImportError, TritonError)
 """What CUDA, Triton, the libraries and our own checks raise where a kernel cannot run."""
@@ -48,16 +45,13 @@ class Benchmark:
 
     def runners(self) -> dict[str, Callable[[cases.Batch], cases.Runner]]:
         """Implementations and baselines by name, in the order of their importance."""
-        fa3 = self._flash_attention
         return {
             "triton": cases.triton,
-            "fa3 causal": lambda b: cases.flash_attention(b, fa3, tree=False),
-            "two_pass": lambda b: cases.flash_attention(b, fa3, tree=True),
+            "fa3 causal": lambda b: cases.flash_attention(b, self._flash_attention),
             "flashinfer": cases.flashinfer,
             "triton unmasked": cases.triton_unmasked,
             "flashinfer unmasked": lambda b: cases.flashinfer(b, masked=False),
             "flashinfer custom_mask": cases.flashinfer_dense_mask,
-            "xformers": cases.xformers,
         }
 
     def measure_all(self) -> None:
@@ -123,8 +117,7 @@ class Benchmark:
             for layer in range(cases.LAYERS):
                 runner.launch(layer)
 
-        time_all = timing.replay_microseconds if runner.captured else _eager
-        microseconds = time_all(all_layers) / cases.LAYERS
+        microseconds = timing.replay_microseconds(all_layers) / cases.LAYERS
         floor = max(
             batch.bytes / self.limits["terabytes_per_second"],
             batch.operations / self.limits["teraflops"],
@@ -142,41 +135,6 @@ class Benchmark:
             "max_error": error,
             "plan_microseconds": timing.host_microseconds(runner.plan) if runner.plan else None,
         }
-
-
-def _eager(run: Callable[[], object]) -> float:
-    run()
-    return timing.events_microseconds(run, 3)
-
-
-def sparse_tiles() -> list[dict[str, Any]]:
-    """Time of the tree part alone, in random and in heavy-path order, with active 32 × 32 tiles."""
-    entries = []
-    for nodes in TREES:
-        batch = cases.make_batch(nodes, 0)
-        picks = torch.rand(nodes, generator=torch.Generator().manual_seed(nodes))
-        shuffled = [-1, *(int(picks[i] * i) for i in range(1, nodes))]
-        entry: dict[str, Any] = {"nodes": nodes}
-        for name, parents in (
-            ("chain", list(range(-1, nodes - 1))),
-            ("random order", shuffled),
-            ("heavy paths", cases.reordered(shuffled)),
-        ):
-            bits = plain_ancestor_bits(torch.tensor([parents]))[0].cuda()
-            batch.bits.copy_(bits)
-
-            def run(batch: cases.Batch = batch) -> None:
-                for layer in range(cases.LAYERS):
-                    tree_attention(
-                        *batch.arguments(layer), cases.PLAIN, splits=1, tiles=Tiling(64, 32, 4, 3)
-                    )
-
-            entry[name] = {
-                "tiles": cases.active_tiles(bits, nodes),
-                "microseconds": timing.replay_microseconds(run) / cases.LAYERS,
-            }
-        entries.append(entry)
-    return entries
 
 
 def small_kernels() -> dict[str, float]:
@@ -221,73 +179,36 @@ def write_table(result: dict[str, Any]) -> None:
             f"{entry['implementation']}, {entry['rows']} rows after {entry['context']}: "
             f"{entry['microseconds']:.1f} µs{', as chosen' if entry['chosen'] else ''}\n"
         )
-    for entry in result["tiles"]:
-        orders = (
-            f"{name} {entry[name]['tiles']} tiles {entry[name]['microseconds']:.1f} µs"
-            for name in entry
-            if name != "nodes"
-        )
-        write(f"tree part, {entry['nodes']:4} nodes: {', '.join(orders)}\n")
     for name, microseconds in result["small"].items():
         write(f"{name}: {microseconds:.1f} µs\n")
     for entry in result["left_out"]:
         write(f"left out: {entry}\n")
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Time over rows, one panel per context, with the floor that the ceilings set."""
-    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
-
-    contexts = sorted({e["context"] for e in result["attention"]})
-    figure = Figure(figsize=(5 * len(contexts), 4), layout="constrained")
-    panels = figure.subplots(1, len(contexts), squeeze=False)[0]
-    for axes, context in zip(panels, contexts, strict=True):
-        here = sorted(
-            (e for e in result["attention"] if e["context"] == context), key=lambda e: e["rows"]
-        )
-        for name in dict.fromkeys(e["implementation"] for e in here):
-            line = [e for e in here if e["implementation"] == name]
-            times = [e["microseconds"] for e in line]
-            axes.plot([e["rows"] for e in line], times, marker="o", label=name)
-        floor = {e["rows"]: e["efficiency"] * e["microseconds"] for e in here}
-        axes.plot(list(floor), list(floor.values()), "k--", label="floor")
-        axes.set(xscale="log", yscale="log", xlabel="rows", ylabel="µs per layer")
-        axes.set_title(f"context {context}, {result['provenance']['device']}")
-        axes.legend(fontsize="small")
-    figure.savefig(path)
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("kernels.json"), help="result file")
-    parser.add_argument("--plot", type=Path, help="picture of the times (needs matplotlib)")
     parser.add_argument("--seconds", type=float, default=300, help="start no measurement later")
     parser.add_argument(
         "--flash-attention", default="flash_attn_interface", metavar="MODULE",
-        help="where flash_attn_varlen_func with block tables and fa_version is, for the first pass",
+        help="where flash_attn_varlen_func with block tables and fa_version is",
     )  # fmt: skip
     options = parser.parse_args(arguments)
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib")
     benchmark = Benchmark(options.seconds, options.flash_attention)
     result: dict[str, Any] = {
         "provenance": timing.provenance(),
         "ceilings": benchmark.limits,
         "attention": benchmark.attention,
         "tilings": benchmark.tilings,
-        "tiles": [],
         "small": {},
         "left_out": benchmark.left_out,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     for section in (benchmark.measure_all, benchmark.measure_tilings,
-                    lambda: result.update(small=small_kernels()),
-                    lambda: result.update(tiles=sparse_tiles())):  # fmt: skip
+                    lambda: result.update(small=small_kernels())):  # fmt: skip
         # After every section: a kernel that breaks the CUDA context ends the process.
         try:
             section()
         finally:
             options.output.write_text(json.dumps(result, indent=1) + "\n")
-    if options.plot:
-        plot(result, options.plot)
     write_table(result)

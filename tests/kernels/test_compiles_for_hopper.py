@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(
 
 POINTERS = {
     **dict.fromkeys(("Q", "KV", "CACHE", "OUT", "LOGITS"), "*bf16"),
-    **dict.fromkeys(("LSE", "PARTIAL", "PARTIAL_M", "PARTIAL_L", "TEMPERATURES"), "*fp32"),
+    **dict.fromkeys(("PARTIAL", "PARTIAL_M", "PARTIAL_L", "TEMPERATURES"), "*fp32"),
     **dict.fromkeys(("SCORES", "SUMS"), "*fp32"),
     **dict.fromkeys(("TABLE", "CTX", "INDPTR", "BITS"), "*i32"),
     **dict.fromkeys(("LAYERS", "TOKENS", "PARENTS", "SAMPLED"), "*i64"),
@@ -174,18 +174,17 @@ def of_growth(kernel: Any, warps: int, nodes: int, **constants: Any) -> dict[str
 
 
 @pytest.mark.parametrize(
-    ("rows", "group", "splits", "seeded", "words"),
-    [(16, 4, 1, True, 8), (64, 8, 4, False, 32), (128, 4, 4, False, 2)],
+    ("rows", "group", "splits", "words"), [(16, 4, 1, 8), (64, 8, 4, 32), (128, 4, 4, 2)]
 )
 def test_attention_at_head_size_128_does_not_spill(
-    rows: int, group: int, splits: int, seeded: bool, words: int
+    rows: int, group: int, splits: int, words: int
 ) -> None:
     tile = attention.tiling(128, rows, 2)
     nodes = triton.next_power_of_2(attention.nodes_per_tile(tile.block_m, group))
     used = compiled(
         attention._tree_attention, tile.warps, tile.stages, H=8, G=group, D=128, DP=128, PAGE=16,
         BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=words, SPLITS=splits,
-        SEEDED=seeded, WANT_LSE=False, **PLAIN, **UNQUANTISED,
+        **PLAIN, **UNQUANTISED,
     )  # fmt: skip
     assert used["stack"] <= SPILLED.get((rows, group, splits), 0), used
     assert used["shared"] <= 227 * 1024, used
@@ -207,7 +206,7 @@ def test_attention_of_every_head_size_and_feature_fits(
     used = compiled(
         attention._tree_attention, tile.warps, tile.stages, H=8, G=8, D=head_size, DP=head_size,
         PAGE=16, BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=2,
-        SEEDED=False, WANT_LSE=False, **{"CAP": 0.0, **UNQUANTISED, **features},
+        **{"CAP": 0.0, **UNQUANTISED, **features},
     )  # fmt: skip
     assert used["stack"] == 0, used
     assert used["shared"] <= 227 * 1024, used
@@ -221,8 +220,8 @@ def test_attention_over_quantised_caches_fits(rows: int, of_queries: str) -> Non
     used = compiled(
         attention._tree_attention, tile.warps, tile.stages,
         POINTERS | {"Q": of_queries, "KV": "*fp8e4nv"}, H=8, G=4, D=128, DP=128, PAGE=16,
-        BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=2, SEEDED=False,
-        WANT_LSE=False, **PLAIN, **of_scale,
+        BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=2,
+        **PLAIN, **of_scale,
     )  # fmt: skip
     assert used["stack"] <= SPILLED.get((rows, 4, of_queries), 0), used
     assert used["shared"] <= 227 * 1024, used
@@ -238,7 +237,7 @@ def test_latent_attention_of_deepseeks_size_does_not_spill(
     used = compiled(
         latent_attention._latent_attention, tile.warps, tile.stages, G=heads, V=512,
         capability=capability, R=64, PAGE=64, BLOCKS=512, BM=tile.block_m, BN=tile.block_n,
-        NODES=nodes, WORDS=2, SPLITS=splits, WANT_LSE=True,
+        NODES=nodes, WORDS=2, SPLITS=splits,
     )  # fmt: skip
     assert used["stack"] == 0, used
     assert used["shared"] <= 227 * 1024, used
@@ -247,7 +246,7 @@ def test_latent_attention_of_deepseeks_size_does_not_spill(
 def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
     used = compiled(
         attention._tree_attention, 4, 3, H=8, G=4, D=128, DP=128, PAGE=16, BLOCKS=512, BM=128,
-        BN=64, NODES=32, WORDS=2, SPLITS=4, SEEDED=False, WANT_LSE=False, **PLAIN, **UNQUANTISED,
+        BN=64, NODES=32, WORDS=2, SPLITS=4, **PLAIN, **UNQUANTISED,
     )  # fmt: skip
     assert used["stack"] > max(SPILLED.values()), used
 
@@ -255,8 +254,7 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
-        (attention._reduce_splits, {"H": 8, "G": 4, "D": 128, "DP": 128, "SPLITS": 4, "BH": 8,
-                                    "WANT_LSE": True}),
+        (attention._reduce_splits, {"H": 8, "G": 4, "D": 128, "DP": 128, "SPLITS": 4, "BH": 8}),
         (kv_move._move, {"PAGE": 16, "ALIGN": 16, "ROWS": kv_move._ROWS, "WORDS": 128}),
         (place._place, {"ROWS": 64}),
         (draft_rows._chain, {"ROWS": 64, "SHIFT": 0}),

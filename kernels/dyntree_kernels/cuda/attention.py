@@ -65,13 +65,12 @@ def _used_tiles(
 
 @triton.jit
 def _tree_attention(
-    Q, KV, OUT, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, SINKS, QUERY_SCALE,
+    Q, KV, OUT, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, SINKS, QUERY_SCALE,
     KEY_SCALE, VALUE_SCALE, scale, s_qs, s_ks, s_vs, words, packed_rows, sq_t, sq_h, s_block,
-    s_head, s_slot, so_t, so_h, sl_t, sl_h, s_table, s_bits,
+    s_head, s_slot, so_t, so_h, s_table, s_bits,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     BLOCKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NODES: tl.constexpr,
-    WORDS: tl.constexpr, SPLITS: tl.constexpr, SEEDED: tl.constexpr, WANT_LSE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr,
+    WORDS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -104,16 +103,6 @@ def _tree_attention(
         total += tl.where(split == 0, 1.0, 0.0)
     context_tiles = ctx // BN
     tail = tl.where(ctx % BN != 0, 1, 0)
-    if SEEDED:
-        # Go on from the softmax of the context. What a kernel leaves for an empty context differs.
-        if ctx > 0:
-            logs = LSE + token * sl_t + node * sl_t + query_head * sl_h
-            m = tl.load(logs, mask=real, other=0.0) * 1.4426950408889634
-            total = tl.full([BM], 1.0, tl.float32)
-            rows = node * so_t + query_head * so_h
-            acc = load_rows(OUT + token * so_t, rows, real, D, DP, True).to(tl.float32)
-        context_tiles = context_tiles * 0
-        tail = tail * 0
 
     used = _used_tiles(BITS, first, nodes, s_bits, words, BM, BN, G, NODES, WORDS, tile)
     # Context tiles from `lead` on need no mask. Before them come those with the edges of a window.
@@ -135,14 +124,13 @@ def _tree_attention(
     table = TABLE + request.to(tl.int64) * s_table
     column = tl.arange(0, BN)
 
-    if not SEEDED:
-        for j in range(lo, tl.minimum(hi, plain)):
-            position = (lead + j) * BN + column
-            every = position >= 0
-            at = _cache_offsets(table, position, every, s_block, s_slot, PAGE, BLOCKS)
-            k = load_rows(keys, at, every, D, DP, False)
-            v = load_rows(keys + D, at, every, D, DP, False)
-            m, total, acc = accumulate(q, k, v, every, 0.0, m, total, acc, scale, False, CAP)
+    for j in range(lo, tl.minimum(hi, plain)):
+        position = (lead + j) * BN + column
+        every = position >= 0
+        at = _cache_offsets(table, position, every, s_block, s_slot, PAGE, BLOCKS)
+        k = load_rows(keys, at, every, D, DP, False)
+        v = load_rows(keys + D, at, every, D, DP, False)
+        m, total, acc = accumulate(q, k, v, every, 0.0, m, total, acc, scale, False, CAP)
 
     # Masked tiles of the context have negative numbers: leading ones, then what is left of it.
     start = plain + masked
@@ -183,16 +171,13 @@ def _tree_attention(
         d = tl.arange(0, DP)
         out = OUT + token * so_t + (node * so_t + query_head * so_h)[:, None] + d[None, :]
         tl.store(out, acc.to(OUT.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
-        if WANT_LSE:
-            natural = (m + tl.log2(total)) / 1.4426950408889634
-            tl.store(LSE + token * sl_t + node * sl_t + query_head * sl_h, natural, mask=real)
 
 
 @triton.jit
 def _reduce_splits(
-    OUT, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, CTX, INDPTR, packed_rows, so_t, so_h,
-    sl_t, sl_h, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    SPLITS: tl.constexpr, BH: tl.constexpr, WANT_LSE: tl.constexpr,
+    OUT, PARTIAL, PARTIAL_M, PARTIAL_L, CTX, INDPTR, packed_rows, so_t, so_h,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
+    BH: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(1)
     first = tl.load(INDPTR + request)
@@ -220,9 +205,6 @@ def _reduce_splits(
     acc = acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
     out = OUT + token * so_t + head[:, None] * so_h + d[None, :]
     tl.store(out, acc.to(OUT.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
-    if WANT_LSE:
-        natural = (m + tl.log2(total)) / 1.4426950408889634
-        tl.store(LSE + token * sl_t + head * sl_h, natural, mask=real)
 
 
 @dataclass(frozen=True)
@@ -276,8 +258,6 @@ def tree_attention(
     out: torch.Tensor,
     features: LayerFeatures,
     *,
-    lse: torch.Tensor | None = None,
-    seeded: bool = False,
     max_rows: int | None = None,
     splits: int | None = None,
     tiles: Tiling | None = None,
@@ -290,9 +270,6 @@ def tree_attention(
     Args:
         kv_cache: [blocks, Hkv, N, 2 * D] in any physical order with the last dimension dense, keys
             before values. Quantised queries and caches are converted to the type of `out`.
-        lse: float32 [T, H], written with the natural logarithm of the softmax denominators.
-        seeded: `out` and `lse` hold the attention over the context alone, and only the tree's
-            columns are added. `lse` is left as it is.
         max_rows: no request has more rows, and tiles are made for as many, however many there are.
             Default: T, which launches programs that do nothing.
         splits: programs that share the columns of a tile; 1 makes the order of the sums
@@ -303,11 +280,9 @@ def tree_attention(
             not serve.
     """
     features.check("triton")
-    if seeded and features.beyond:
-        raise ValueError(f"two passes do not serve {', '.join(sorted(features.beyond))}")
     tokens, heads, d = q.shape
     kv_heads, page = kv_cache.shape[1:3]
-    _check(q, kv_cache, ancestor_bits, out, lse, seeded)
+    _check(q, kv_cache, ancestor_bits, out)
     if tokens == 0:
         return
     group, requests, words = heads // kv_heads, len(ctx_lens), ancestor_bits.shape[1]
@@ -318,38 +293,32 @@ def tree_attention(
         limit = MAX_TILES * tile.block_n
         raise ValueError(f"{words * 32} tree columns, at most {limit} are served")
     grid = triton.cdiv(max_rows * group, tile.block_m), kv_heads, requests
-    if seeded:
-        splits = 1
-    elif splits is None:
+    if splits is None:
         splits = max(1, min(32, 2 * _processors(q.device) // (grid[0] * grid[1] * grid[2])))
     padded = triton.next_power_of_2(d)
     partial = sums = maxima = out
     if splits > 1:
         partial = torch.empty(splits * tokens * heads, padded, dtype=torch.float32, device=q.device)
         maxima, sums = torch.empty(2, len(partial), dtype=torch.float32, device=q.device)
-    logs = out if lse is None else lse
-    log_strides = (0, 0) if lse is None else lse.stride()
     shape = {"D": d, "DP": padded, "SPLITS": splits}
     scales = [features.of_heads(f"{name}_scale", kv_heads) for name in ("query", "key", "value")]
     _tree_attention[(grid[0], grid[1], requests * splits)](
-        q, kv_cache, out, logs, partial, maxima, sums, block_table, ctx_lens, qo_indptr,
+        q, kv_cache, out, partial, maxima, sums, block_table, ctx_lens, qo_indptr,
         ancestor_bits, features.sinks, *scales, features.scale * LOG2_E,
         *(0 if each is None else each.stride(0) for each in scales), words, tokens * group,
         q.stride(0), q.stride(1),
-        *kv_cache.stride()[:3], out.stride(0), out.stride(1), *log_strides, block_table.stride(0),
+        *kv_cache.stride()[:3], out.stride(0), out.stride(1), block_table.stride(0),
         ancestor_bits.stride(0), H=kv_heads, G=group, **shape, PAGE=page,
         BLOCKS=block_table.shape[1], BM=tile.block_m, BN=tile.block_n,
         NODES=triton.next_power_of_2(nodes_per_tile(tile.block_m, group)),
-        WORDS=triton.next_power_of_2(words), SEEDED=seeded, WANT_LSE=lse is not None and not seeded,
-        WINDOW=features.window or 0, CAP=(features.soft_cap or 0.0) * LOG2_E,
-        num_warps=tile.warps, num_stages=tile.stages,
+        WORDS=triton.next_power_of_2(words), WINDOW=features.window or 0,
+        CAP=(features.soft_cap or 0.0) * LOG2_E, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         heads_per_program = min(8, triton.next_power_of_2(heads))
         _reduce_splits[(max_rows, requests, triton.cdiv(heads, heads_per_program))](
-            out, logs, partial, maxima, sums, ctx_lens, qo_indptr, tokens * group,
-            out.stride(0), out.stride(1), *log_strides, H=kv_heads, G=group, BH=heads_per_program,
-            WANT_LSE=lse is not None, **shape,
+            out, partial, maxima, sums, ctx_lens, qo_indptr, tokens * group, out.stride(0),
+            out.stride(1), H=kv_heads, G=group, BH=heads_per_program, **shape,
         )  # fmt: skip
 
 
@@ -358,8 +327,6 @@ def _check(
     kv_cache: torch.Tensor,
     ancestor_bits: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor | None,
-    seeded: bool,
 ) -> None:
     tokens, heads, d = q.shape
     if kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * d or heads % kv_cache.shape[1]:
@@ -376,7 +343,3 @@ def _check(
             f"ancestor_bits {ancestor_bits.dtype} {tuple(ancestor_bits.shape)} must be int32 "
             f"[{tokens}, words]"
         )
-    if seeded and lse is None:
-        raise ValueError("seeded attention needs the lse of the context")
-    if lse is not None and (lse.shape != (tokens, heads) or lse.dtype != torch.float32):
-        raise ValueError(f"lse {lse.dtype} {tuple(lse.shape)} must be float32 [{tokens}, {heads}]")

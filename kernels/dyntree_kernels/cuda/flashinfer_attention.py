@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -140,10 +139,8 @@ class FlashInferTreeAttention:
         ancestor_bits: torch.Tensor,
         out: torch.Tensor,
         features: LayerFeatures,
-        *,
-        lse: torch.Tensor | None = None,
     ) -> None:
-        """Compute one layer; write `out`, and if given `lse` float32 [T, H] in natural logarithms.
+        """Compute one layer, and write `out`.
 
         The arguments are those of `dyntree_kernels.cuda.attention.tree_attention`, with `ctx_lens`
         in int32.
@@ -161,10 +158,8 @@ class FlashInferTreeAttention:
             )
         self._wrapper.run(
             q, _halves(kv_cache), ancestor_bits, ctx_lens, ancestor_bits.shape[1],
-            features.scale, out=out, lse=lse, return_lse=lse is not None,
+            features.scale, out=out,
         )  # fmt: skip
-        if lse is not None:
-            lse.mul_(math.log(2))
 
 
 @contextmanager

@@ -38,11 +38,11 @@ def _accumulate(
 
 @triton.jit
 def _latent_attention(
-    Q, CACHE, OUT, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, scale, words,
-    packed_rows, sq_t, sq_h, s_block, s_slot, so_t, so_h, sl_t, sl_h, s_table, s_bits,
+    Q, CACHE, OUT, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, scale, words,
+    packed_rows, sq_t, sq_h, s_block, s_slot, so_t, so_h, s_table, s_bits,
     G: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BLOCKS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr,
-    SPLITS: tl.constexpr, WANT_LSE: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     request = tl.program_id(1) // SPLITS
@@ -117,9 +117,6 @@ def _latent_attention(
         acc = acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
         out = OUT + token * so_t + (node * so_t + head * so_h)[:, None] + tl.arange(0, V)[None, :]
         tl.store(out, acc.to(OUT.dtype.element_ty), mask=real[:, None])
-        if WANT_LSE:
-            natural = (m + tl.log2(total)) / 1.4426950408889634
-            tl.store(LSE + token * sl_t + node * sl_t + head * sl_h, natural, mask=real)
 
 
 def latent_tiling(rows: int, element_size: int) -> Tiling:
@@ -142,7 +139,6 @@ def latent_tree_attention(
     out: torch.Tensor,
     scale: float,
     *,
-    lse: torch.Tensor | None = None,
     max_rows: int | None = None,
     splits: int | None = None,
     tiles: Tiling | None = None,
@@ -188,21 +184,19 @@ def latent_tree_attention(
     if splits > 1:
         partial = torch.empty(splits * tokens * heads, v, dtype=torch.float32, device=q.device)
         maxima, sums = torch.empty(2, len(partial), dtype=torch.float32, device=q.device)
-    logs, log_strides = (out, (0, 0)) if lse is None else (lse, lse.stride())
-    written = {"SPLITS": splits, "WANT_LSE": lse is not None}
     _latent_attention[(row_tiles, requests * splits)](
-        q, cache, out, logs, partial, maxima, sums, block_table, ctx_lens, qo_indptr,
+        q, cache, out, partial, maxima, sums, block_table, ctx_lens, qo_indptr,
         ancestor_bits, scale * LOG2_E, words, tokens * heads, q.stride(0), q.stride(1),
-        *cache.stride()[:2], out.stride(0), out.stride(1), *log_strides, block_table.stride(0),
+        *cache.stride()[:2], out.stride(0), out.stride(1), block_table.stride(0),
         ancestor_bits.stride(0), G=heads, V=v, R=r, PAGE=cache.shape[1],
         BLOCKS=block_table.shape[1], BM=tile.block_m, BN=tile.block_n,
         NODES=triton.next_power_of_2(nodes_per_tile(tile.block_m, heads)),
-        WORDS=triton.next_power_of_2(words), **written, num_warps=tile.warps,
+        WORDS=triton.next_power_of_2(words), SPLITS=splits, num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         heads_per_program = min(8, triton.next_power_of_2(heads))
         _reduce_splits[(max_rows, requests, triton.cdiv(heads, heads_per_program))](
-            out, logs, partial, maxima, sums, ctx_lens, qo_indptr, tokens * heads, out.stride(0),
-            out.stride(1), *log_strides, H=1, G=heads, D=v, DP=v, BH=heads_per_program, **written,
+            out, partial, maxima, sums, ctx_lens, qo_indptr, tokens * heads, out.stride(0),
+            out.stride(1), H=1, G=heads, D=v, DP=v, SPLITS=splits, BH=heads_per_program,
         )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 from pathlib import Path
 
@@ -11,10 +10,9 @@ import pytest
 import torch
 from attention_checks import BEYOND, FeatureChecks, assert_matches, on, tree_batch
 from attention_inputs import draft_masks, tree_mask
-from paged_cases import DEVICE, LAYOUTS, Case, make_case
+from paged_cases import DEVICE, LAYOUTS, make_case
 from tree_shapes import chain
 
-from benchmarks.kernels.two_pass import two_pass_attention
 from dyntree_kernels.cuda.attention import Tiling, tiling, tree_attention
 
 ON_GPU = DEVICE.type == "cuda"
@@ -139,39 +137,6 @@ def test_equal_scores_give_the_mean_of_the_visible_values(dtype: torch.dtype) ->
     assert_matches(case)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_lse_is_the_natural_logarithm_of_the_denominators(splits: int) -> None:
-    case = make_case(tree_batch(20, 3), [45, 0])
-    lse = torch.empty(case.q.shape[:2], device=DEVICE)
-    case.run(lse=lse, splits=splits)
-    torch.testing.assert_close(lse.double().cpu(), case.expected_lse(), atol=1e-5, rtol=1e-5)
-
-
-def context_oracle(case: Case, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Compute attention over the context alone. An empty context is left out: kernels differ
-    there."""
-    for r, mask in enumerate(case.masks):
-        rows = case.rows(r)
-        bare = dataclasses.replace(
-            case, q=case.q[rows], ctx_lens=case.ctx_lens[r : r + 1], masks=[mask & False],
-            qo_indptr=torch.tensor([0, mask.shape[0]]), keys=[case.keys[r]],
-            values=[case.values[r]],
-        )  # fmt: skip
-        empty = case.ctx_lens[r] == 0
-        out[rows] = torch.nan if empty else bare.expected().to(out)
-        lse[rows] = torch.inf if empty else bare.expected_lse().to(lse)
-
-
-def test_two_passes_give_what_one_does_also_behind_an_empty_context() -> None:
-    for masks, contexts in ((tree_batch(20, 5, 1), [50, 0, 33]), (draft_masks(), [40, 0, 63])):
-        case = make_case(masks, contexts)
-        out = torch.full_like(case.q, torch.nan)
-        two_pass_attention(
-            *case.arguments, out, case.features, functools.partial(context_oracle, case)
-        )
-        torch.testing.assert_close(out.double().cpu(), case.expected(), atol=1e-5, rtol=1e-5)
-
-
 def test_the_cpu_kernel_gives_the_same() -> None:
     sys.path.append(str(Path(__file__).parents[1]))
     from tree_cases import empty_cache, write
@@ -230,11 +195,6 @@ def test_mistaken_arguments_are_named() -> None:
         dataclasses.replace(case, bits=case.bits.long()).run()
     with pytest.raises(ValueError, match="tree columns, at most"):
         dataclasses.replace(case, bits=case.bits.repeat(1, 200)).run()
-    with pytest.raises(ValueError, match="needs the lse of the context"):
-        case.run(seeded=True)
-    case.features = dataclasses.replace(case.features, window=40, soft_cap=2.0)
-    with pytest.raises(ValueError, match="two passes do not serve soft_cap, window"):
-        case.run(seeded=True, lse=torch.zeros(3, 4, device=DEVICE))
 
 
 def test_bits_may_be_wider_than_the_tree_and_their_rows_padded() -> None:

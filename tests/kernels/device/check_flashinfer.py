@@ -43,10 +43,9 @@ def lengths(case: Case, slack: int = 0) -> torch.Tensor:
 
 def assert_matches(case: Case, runner: FlashInferTreeAttention, slack: int = 0) -> None:
     runner.plan(case.qo_indptr.cpu(), lengths(case, slack), case.block_table)
-    out, lse = torch.empty_like(case.q), torch.empty(case.q.shape[:2], device=DEVICE)
-    runner.run(case.q, case.kv_cache, case.ctx_lens, case.bits, out, case.features, lse=lse)
+    out = torch.empty_like(case.q)
+    runner.run(case.q, case.kv_cache, case.ctx_lens, case.bits, out, case.features)
     torch.testing.assert_close(out.double().cpu(), case.expected(), atol=1e-2, rtol=2e-2)
-    torch.testing.assert_close(lse.double().cpu(), case.expected_lse(), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -36,19 +36,6 @@ def test_ragged_batches_of_deepseeks_size(heads: int, dtype: torch.dtype) -> Non
     assert_matches(case)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_the_logarithms_of_the_softmaxs_sums(splits: int) -> None:
-    case = make_case(tree_batch(17, 5), [40, 0])
-    lse = torch.zeros(case.q.shape[:2], device=DEVICE)
-    assert_matches(case, lse=lse, splits=splits)
-    for r, (mask, keys) in enumerate(zip(case.masks, case.keys, strict=True)):
-        seen = torch.nn.functional.pad(mask, (int(case.ctx_lens[r]), 0), value=True)
-        q = case.q[case.rows(r)].cpu().double()
-        scores = torch.einsum("nhd,ld->nhl", q, keys[:, 0].double()) * case.features.scale
-        expected = scores.masked_fill(~seen[:, None], -torch.inf).logsumexp(-1)
-        torch.testing.assert_close(lse[case.rows(r)].cpu().double(), expected, atol=1e-5, rtol=1e-5)
-
-
 def test_mistaken_arguments_are_named() -> None:
     case = make_case([tree_mask(chain(3))], [5])
     with pytest.raises(ValueError, match=r"must be \[T, H, V \+ R\]"):

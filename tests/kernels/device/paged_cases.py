@@ -66,17 +66,6 @@ class Case(AttentionCase):
     def caches(self) -> tuple[torch.Tensor, ...]:
         return (self.kv_cache,)
 
-    def expected_lse(self) -> torch.Tensor:
-        """Return the natural logarithms of the softmax denominators, float64 [T, H]."""
-        lse = torch.full(self.q.shape[:2], torch.nan, dtype=torch.float64)
-        for r, (mask, keys) in enumerate(zip(self.masks, self.keys, strict=True)):
-            visible = torch.nn.functional.pad(mask, (int(self.ctx_lens[r]), 0), value=True)
-            q = self.q[self.rows(r)].cpu().double()
-            k = keys.double().repeat_interleave(q.shape[1] // keys.shape[1], 1)
-            scores = torch.einsum("nhd,lhd->nhl", q, k) * self.features.scale
-            lse[self.rows(r)] = scores.masked_fill(~visible[:, None], -torch.inf).logsumexp(-1)
-        return lse
-
 
 def make_case(
     masks: list[torch.Tensor],
