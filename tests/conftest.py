@@ -57,6 +57,18 @@ TINY_LLAMA: dict[str, Any] = {
 }
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Let PyTorch compute in one thread: sums have the same order for any number of rows, and tiny
+    tensors do not wait for threads that do not run."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Show the figures that tests measured, including tests in other processes."""
     reports = [r for outcome in ("passed", "failed") for r in terminalreporter.getreports(outcome)]

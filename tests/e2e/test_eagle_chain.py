@@ -4,13 +4,12 @@ and its drafts are the head's."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import heads
 import pytest
-import torch
 import workload
 from chain_engine import Chained, Drafts, serve_chain
 from comparison import Outputs, by_request, explain, mismatches
@@ -158,15 +157,6 @@ def test_the_mirror_gets_the_hidden_state_of_the_last_token_but_one(
 ) -> None:
     assert unlike_the_last_token(results(engine)["greedy"].drafts) == 0
     assert unlike_the_last_token(results("mirror")["shifted"].drafts) > 0.5
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Let PyTorch compute in one thread, which for tiny models is faster on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def wrong_drafts(folder: str, chained: Chained) -> tuple[int, int]:

@@ -6,8 +6,8 @@ A graph is replaced by a call that runs again, as in `replays`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -282,12 +282,3 @@ def makes_by_kernels(monkeypatch: pytest.MonkeyPatch, usual: TreePlan) -> Make:
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_memory, "build_attn_metadata", lambda **metadata: metadata)
     monkeypatch.setattr(row_memory, "build_slot_mappings_by_layer", lambda slots, _: slots)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Use one thread, so that sums have the same order for any number of rows."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

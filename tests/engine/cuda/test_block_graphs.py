@@ -6,7 +6,7 @@ kernels draft in the graphs and are compared with tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,11 +18,9 @@ from drafted_steps import (
     Make,
     differing,
     makes,
-    makes_by_kernels,
-    one_thread,
     packed,
 )
-from interpreted import pytest_interpreted
+from interpreted import passes_interpreted
 
 from dyntree_plugin.engine.sources.block import BlockDraft
 from dyntree_plugin.engine.step.rows import TreeRows
@@ -30,26 +28,12 @@ from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.plan import TreePlan
 
 OPTIONS = {"max_depth": 4, "width": 2, "children": 3, "node_budget": 7}
-ALONE = DynTreeOptions(**OPTIONS, budget="adaptive", lookup="off").resolve(5, block=True)
+PLAN = DynTreeOptions(**OPTIONS, budget="adaptive", lookup="off").resolve(5, block=True)
 OF_BOTH = DynTreeOptions(**OPTIONS).resolve(5, block=True)
 SHALLOW = DynTreeOptions(max_depth=1, node_budget=3, lookup="off").resolve(5, block=True)
-PLANS = [ALONE, OF_BOTH, SHALLOW]
+PLANS = [PLAN, OF_BOTH, SHALLOW]
 
-
-@pytest.fixture
-def draftings(monkeypatch: pytest.MonkeyPatch) -> Make:
-    return makes(monkeypatch, ALONE)
-
-
-@pytest.fixture
-def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Make:
-    return makes_by_kernels(monkeypatch, ALONE)
-
-
-@pytest.fixture(autouse=True)
-def on_one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -148,14 +132,11 @@ def test_interpreted_kernels_write_nothing_for_what_only_fills_a_batch_up(
     """Control: rows by tensors, which know no filling, have slots there."""
     of_kernels = by_kernels()[1]
     assert _slots_of_filling(of_kernels, monkeypatch) == {-1}
-    of_tensors = makes(monkeypatch, ALONE)()[1]
+    of_tensors = makes(monkeypatch, PLAN)()[1]
     assert min(_slots_of_filling(of_tensors, monkeypatch)) >= 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this process runs the kernels itself")
 def test_the_kernels_do_what_the_tensors_do() -> None:
-    pytest.importorskip("triton", reason="these kernels are written in Triton")
-    done = pytest_interpreted(__file__, "-k", "interpreted")
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert "6 passed" in done.stdout, done.stdout
+    passes_interpreted(__file__, 6)

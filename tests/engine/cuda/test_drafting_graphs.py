@@ -6,7 +6,6 @@ kernels draft in the graphs and are compared with tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -19,13 +18,10 @@ from drafted_steps import (
     NO_STATES,
     Make,
     differing,
-    makes,
-    makes_by_kernels,
-    one_thread,
     packed,
     step,
 )
-from interpreted import pytest_interpreted
+from interpreted import passes_interpreted
 
 from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, GrowthSettings
 from dyntree_kernels.cpu.growth import CompiledGrowth
@@ -40,10 +36,7 @@ OF_BOTH = DynTreeOptions(max_depth=6, max_forwards=4, width=2, children=3).resol
 """A plan with look-up beside the draft."""
 OF_LOOK_UP = DynTreeOptions(max_depth=6).resolve(7, draft=False)
 
-
-@pytest.fixture
-def draftings(monkeypatch: pytest.MonkeyPatch) -> Make:
-    return makes(monkeypatch, PLAN)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("plan", [PLAN, OF_BOTH, OF_LOOK_UP])
@@ -66,11 +59,6 @@ def test_a_look_up_in_texts_that_are_captured_with_is_seen(draftings: Make) -> N
     made = draftings(plan=OF_LOOK_UP)
     made[1].texts.all_token_ids.gpu = made[1].texts.all_token_ids.gpu.flip(1).contiguous()
     assert differing(made) != []
-
-
-@pytest.fixture
-def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Make:
-    return makes_by_kernels(monkeypatch, PLAN)
 
 
 @pytest.mark.parametrize("plan", [PLAN, OF_BOTH, OF_LOOK_UP])
@@ -112,10 +100,7 @@ def test_interpreted_kernels_whose_slots_are_off_are_seen(
 
 @pytest.mark.skipif(INTERPRETED, reason="this process runs the kernels itself")
 def test_the_kernels_do_what_the_tensors_do() -> None:
-    pytest.importorskip("triton", reason="these kernels are written in Triton")
-    done = pytest_interpreted(__file__, "-k", "interpreted")
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert "6 passed" in done.stdout, done.stdout
+    passes_interpreted(__file__, 6)
 
 
 def test_trees_of_other_numbers_of_forwards_differ(
@@ -190,9 +175,3 @@ def test_without_a_tree_the_draft_reads_on_all_the_same(
             drafting.player(packed([1, 5])).catch_up(CatchUp(NO_BATCH, emitted, NO_STATES, 9))
         ran.append(rows)
     assert ran == [[4, 6], [4, 6]]
-
-
-@pytest.fixture(autouse=True)
-def on_one_thread() -> Iterator[None]:
-    with one_thread():
-        yield

@@ -6,7 +6,7 @@ kernels draft in the graphs and are compared with tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,11 +17,8 @@ from drafted_steps import (
     Drafting,
     Make,
     differing,
-    makes,
-    makes_by_kernels,
-    one_thread,
 )
-from interpreted import pytest_interpreted
+from interpreted import passes_interpreted
 
 from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP
 from dyntree_plugin.engine.sources.head import TargetHead
@@ -29,28 +26,14 @@ from dyntree_plugin.engine.step.rows import TreeRows
 from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.plan import TreePlan
 
-ALONE = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive", lookup="off").resolve(
+PLAN = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive", lookup="off").resolve(
     7, head=True
 )
 OF_BOTH = DynTreeOptions(max_depth=6, max_forwards=4, width=2, children=3).resolve(7, head=True)
 """A plan with look-up beside the head."""
-PLANS = [ALONE, OF_BOTH]
+PLANS = [PLAN, OF_BOTH]
 
-
-@pytest.fixture
-def draftings(monkeypatch: pytest.MonkeyPatch) -> Make:
-    return makes(monkeypatch, ALONE)
-
-
-@pytest.fixture
-def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Make:
-    return makes_by_kernels(monkeypatch, ALONE)
-
-
-@pytest.fixture(autouse=True)
-def on_one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def spoil_states_before_every_step(drafting: Drafting) -> None:
@@ -74,7 +57,7 @@ def test_graphs_grow_the_trees_of_eager_drafting(draftings: Make, plan: TreePlan
     assert tree.depths.max() == 4
     real = torch.arange(plan.shape.node_budget) < tree.counts[:MOST, None]
     kinds = {*tree.kinds[:MOST][real].tolist()}
-    assert kinds >= ({DRAFT} if plan is ALONE else {DRAFT, LOOK_UP, BOTH})
+    assert kinds >= ({DRAFT} if plan is PLAN else {DRAFT, LOOK_UP, BOTH})
 
 
 def test_batches_that_got_fewer_tokens_than_a_graph_has_columns_are_served(
@@ -171,7 +154,7 @@ def test_interpreted_kernels_grow_the_trees_of_tensors(by_kernels: Make, plan: T
     trees = made[0].trees
     real = torch.arange(plan.shape.node_budget) < trees.counts[:MOST, None]
     kinds = {*trees.kinds[:MOST][real].tolist()}
-    assert kinds >= ({DRAFT} if plan is ALONE else {BOTH})
+    assert kinds >= ({DRAFT} if plan is PLAN else {BOTH})
 
 
 @pytest.mark.parametrize("change", [not_received, of_the_root])
@@ -202,7 +185,4 @@ def test_interpreted_kernels_without_a_shift_are_seen(name: str, by_kernels: Mak
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this process runs the kernels itself")
 def test_the_kernels_do_what_the_tensors_do() -> None:
-    pytest.importorskip("triton", reason="these kernels are written in Triton")
-    done = pytest_interpreted(__file__, "-k", "interpreted")
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert "6 passed" in done.stdout, done.stdout
+    passes_interpreted(__file__, 6)

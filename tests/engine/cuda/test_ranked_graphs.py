@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from draft_model import MOST, VOCAB
-from drafted_steps import Make, differing, makes, packed
+from drafted_steps import Make, differing, packed
 
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.paths import Paths
@@ -47,11 +47,6 @@ class Ranking:
             for place, token in enumerate(paths.tokens[row, :length].tolist()):
                 found[row, token] -= 1.0 + place
         return found
-
-
-@pytest.fixture
-def draftings(monkeypatch: pytest.MonkeyPatch) -> Make:
-    return makes(monkeypatch, PLAN)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from drafted_steps import one_thread
 from growth_steps import growth_of, memory_of
 from noted_kernels import Kernel
 from scipy.stats import chisquare
@@ -200,10 +198,7 @@ def p_value(texts: torch.Tensor) -> float:
 RUNS = 30_000
 
 
-@pytest.fixture(autouse=True)
-def on_one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(("compiled", "ends"), [(True, True), (False, False)])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
-from drafted_steps import one_thread
 from growth_steps import growth_of
 from test_chains import (
     DRAFT,
@@ -62,10 +60,7 @@ class Trees(Engine):
         self.samples = TreeSamples(self.trees, self.draws, decide_trees)
 
 
-@pytest.fixture(autouse=True)
-def on_one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("ends", [False, True])
