@@ -47,20 +47,7 @@ def block_config(
     of_draft: dict[str, Any] = {"block_size": rows, "dflash_config": read}
     return Qwen3Config(
         architectures=["DFlashDraftModel"],
-        vocab_size=target.vocab_size,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=target.rms_norm_eps,
-        rope_parameters=target.rope_parameters,
-        max_position_embeddings=target.max_position_embeddings,
-        tie_word_embeddings=False,
-        bos_token_id=target.bos_token_id,
-        eos_token_id=target.eos_token_id,
-        dtype="bfloat16",
+        **shape.fields_for(target),
         **of_draft,
     )
 

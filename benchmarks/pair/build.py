@@ -74,38 +74,49 @@ def build(
 def add_draft(
     pair: Path,
     name: str,
-    recipe: Any,
-    make: Callable[..., torch.nn.Module],
+    text: train.Recipe,
+    make: Callable[..., Any],
     judge: Callable[..., Any],
+    said: dict[str, Any],
     *,
     root: Path | None,
     checkpoints: Path | None,
     prompts: int,
 ) -> dict[str, Any]:
-    """Make a draft `name` that reads the states of `pair`/target; add it to provenance.json.
+    """Make a draft `name` for `pair`/target, and add it to the pair's provenance.json.
 
-    `recipe` has a recipe of its `text`. `make` trains, stores and loads the draft; it takes the
-    target, the tokens, the rows that the target has written, the recipe and the file of the
-    checkpoint. `judge` is as `evaluate.head_agreement`. Returns the new entry of provenance.json.
+    `make` trains, stores and loads the draft; it takes the target, the tokens, the rows that the
+    target has written, and the file of the checkpoint. `judge` is as `evaluate.head_agreement`.
+    `said` is the recipe in the new entry of provenance.json, which is returned.
+
+    Raises:
+        ValueError: if `text` asks for tests and the library has none.
     """
     started = time.monotonic()
     target = models.load(pair / "target")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(pair / "target")
     sources = corpus.training_sources(root)
     tokens = train.tokenize(sources, tokenizer)
+    if text.library_share < 1 and len(tokens.tests) <= 2 * text.length:
+        raise ValueError(
+            f"library_share={text.library_share} asks for the library's tests, but this Python is "
+            "installed without them"
+        )
     checkpoint = None
     if checkpoints is not None:
         checkpoints.mkdir(parents=True, exist_ok=True)
         checkpoint = checkpoints / f"{name}.ckpt"
-    written = train.write_rows(target, tokens, recipe.text)
-    draft = make(target, tokens, written, recipe, checkpoint)
+    written = train.write_rows(target, tokens, text)
+    draft = make(target, tokens, written, checkpoint)
     agreement = judge(target, draft, tokenizer, corpus.held_out_prompts(prompts, root=root))
-    of_text = asdict(recipe.text)
-    names = ("length", "library_share", "written_rows", "written_share", "seed")
     entry = {
         "corpus": describe(sources, tokens, root),
-        "recipe": asdict(recipe) | {"text": {each: of_text[each] for each in names}},
-        "parameters": models.parameter_count(draft),
+        "recipe": said,
+        **(
+            measure(draft, tokenizer, root)
+            if isinstance(draft, LlamaForCausalLM)
+            else {"parameters": models.parameter_count(draft)}
+        ),
         "agreement_on_held_out_prompts": asdict(agreement) | {"prompts": prompts},
         "threads": torch.get_num_threads(),
         "wall_minutes": round((time.monotonic() - started) / 60, 1),
@@ -114,6 +125,12 @@ def add_draft(
     said = provenance(pair) | {name: entry}
     (pair / "provenance.json").write_text(json.dumps(said, indent=2) + "\n")
     return entry
+
+
+def of_text(recipe: train.Recipe, *more: str) -> dict[str, Any]:
+    """Return what counts of a draft's recipe, for provenance.json: its text, and `more` fields."""
+    names = ("length", "library_share", *more, "written_rows", "written_share", "seed")
+    return {name: asdict(recipe)[name] for name in names}
 
 
 def describe(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.pair import evaluate, train
 from benchmarks.pair.block import Block, block_config, load_block, new_block, save_block
-from benchmarks.pair.build import EVALUATION_PROMPTS, add_draft
+from benchmarks.pair.build import EVALUATION_PROMPTS, add_draft, of_text
 from dyntree_plugin.pair import models
 from dyntree_plugin.tune.eagle import OfTarget, read_target
 from dyntree_plugin.tune.optimize import Batch, Schedule
@@ -54,12 +54,13 @@ def add_block(
     `root` and `checkpoints` are those of `build`. Returns the new entry of provenance.json.
     """
 
-    def make(*given: Any) -> Block:
-        save_block(train_block(*given), pair / NAME)
-        return load_block(pair / NAME, given[0].get_input_embeddings().weight)
+    def make(target: Any, tokens: Any, written: Any, checkpoint: Any) -> Block:
+        save_block(train_block(target, tokens, written, recipe, checkpoint), pair / NAME)
+        return load_block(pair / NAME, target.get_input_embeddings().weight)
 
     return add_draft(
-        pair, NAME, recipe, make, evaluate.block_agreement,
+        pair, NAME, recipe.text, make, evaluate.block_agreement,
+        asdict(recipe) | {"text": of_text(recipe.text)},
         root=root, checkpoints=checkpoints, prompts=prompts,
     )  # fmt: skip
 

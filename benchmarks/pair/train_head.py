@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.nn.functional import log_softmax
 from transformers import LlamaForCausalLM
 
 from benchmarks.pair import evaluate, train
-from benchmarks.pair.build import EVALUATION_PROMPTS, add_draft
+from benchmarks.pair.build import EVALUATION_PROMPTS, add_draft, of_text
 from dyntree_plugin.pair import models
 from dyntree_plugin.tune import head as tune
 from dyntree_plugin.tune.eagle import (
@@ -62,12 +62,13 @@ def add_head(
     `root` and `checkpoints` are those of `build`. Returns the new entry of provenance.json.
     """
 
-    def make(*given: Any) -> Head:
-        save_head(train_head(*given), pair / NAME)
+    def make(target: Any, tokens: Any, written: Any, checkpoint: Any) -> Head:
+        save_head(train_head(target, tokens, written, recipe, checkpoint), pair / NAME)
         return load_head(pair / NAME)
 
     return add_draft(
-        pair, NAME, recipe, make, evaluate.head_agreement,
+        pair, NAME, recipe.text, make, evaluate.head_agreement,
+        asdict(recipe) | {"text": of_text(recipe.text)},
         root=root, checkpoints=checkpoints, prompts=prompts,
     )  # fmt: skip
 

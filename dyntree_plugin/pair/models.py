@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tokenizers import Tokenizer
@@ -33,6 +33,25 @@ class Shape:
     kv_heads: int
     head_dim: int = 32
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of a configuration of transformers."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+        }
+
+    def fields_for(self, target: LlamaConfig) -> dict[str, Any]:
+        """The fields of a draft that reads the states of ``target``."""
+        common = ("vocab_size", "rms_norm_eps", "rope_parameters", "max_position_embeddings")
+        ends = ("bos_token_id", "eos_token_id")
+        shared = {name: getattr(target, name) for name in (*common, *ends)}
+        return self.fields | shared | {"tie_word_embeddings": False, "dtype": "bfloat16"}
+
 
 TARGET = Shape(hidden=256, intermediate=704, layers=6, heads=8, kv_heads=4)
 # Two wide layers rather than three narrow ones: drafting is a chain of calls, each of which costs
@@ -44,12 +63,7 @@ def new_model(shape: Shape, vocabulary: int, seed: int) -> LlamaForCausalLM:
     """A model with fresh fp32 weights, the same for the same `seed`."""
     config = LlamaConfig(
         vocab_size=vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
+        **shape.fields,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=0,

@@ -56,20 +56,7 @@ def head_config(
         "eagle_aux_hidden_state_layer_ids": list(layers),
     }
     return LlamaConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=target.rms_norm_eps,
-        rope_parameters=target.rope_parameters,
-        max_position_embeddings=target.max_position_embeddings,
-        tie_word_embeddings=False,
-        bos_token_id=target.bos_token_id,
-        eos_token_id=target.eos_token_id,
-        dtype="bfloat16",
+        **shape.fields_for(target),
         **of_head,
     )
 
@@ -145,7 +132,7 @@ class _Layer(nn.Module):
         super().__init__()
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = _Attention(_shape(config))
+        self.self_attn = _Attention(config)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
 
@@ -160,16 +147,17 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.head_dim = shape.head_dim
-        self.groups = shape.heads // shape.kv_heads
-        read = 2 * shape.hidden
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.head_dim = config.head_dim
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        read = 2 * config.hidden_size
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(read, queries, bias=False)
         self.k_proj = nn.Linear(read, keys, bias=False)
         self.v_proj = nn.Linear(read, keys, bias=False)
-        self.o_proj = nn.Linear(queries, shape.hidden, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
     def forward(self, read: torch.Tensor, angles: Angles, cached: list[Cached]) -> torch.Tensor:
         """Attend to the first step's rows up to the same base, and to one row per later step."""
@@ -198,17 +186,6 @@ class _Attention(nn.Module):
             mixed = torch.addcmul(mixed, weights[..., rows + number, None], v)
         attended: torch.Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return attended
-
-
-def _shape(config: Any) -> Shape:
-    return Shape(
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-    )
 
 
 class OfTarget(NamedTuple):

@@ -3,10 +3,7 @@ target."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +11,7 @@ from blocks import PlainBlock
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.pair import block as dflash
-from benchmarks.pair import evaluate, train, train_block
-from benchmarks.pair.build import build
+from benchmarks.pair import evaluate, train_block
 from dyntree_plugin import pair
 from dyntree_plugin.pair import corpus, models
 from dyntree_plugin.tune.eagle import OfTarget, read_target
@@ -79,38 +75,6 @@ def test_a_draft_that_fits_no_target_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=named):
         dflash.block_config(target.config, replace(train_block.BLOCK, hidden=hidden), layers, 8)
-
-
-def test_a_toy_block_draft_is_added_to_a_pair(tmp_path: Path) -> None:
-    library = tmp_path / "library"
-    (library / "test").mkdir(parents=True)
-    for name in ("abc.py", "keyword.py", "copy.py"):
-        shutil.copy(corpus.library_root() / name, library / name)
-        shutil.copy(corpus.library_root() / name, library / "test" / name)
-    for source in corpus.held_out_sources():
-        (library / source.name).write_text(source.text[:4000], encoding="utf-8")
-    schedule = train.Schedule(steps=6, peak=5e-3, rows=2, warmup=1)
-    shape = models.Shape(hidden=32, intermediate=32, layers=2, heads=1, kv_heads=1)
-    text = train.Recipe(
-        vocabulary=300,
-        length=16,
-        target=shape,
-        draft=shape,
-        target_schedule=schedule,
-        draft_schedule=schedule,
-        written_rows=5,
-    )
-    folder = tmp_path / "pair"
-    first = build(folder, text, root=library, prompts=1)
-    recipe = train_block.BlockRecipe(
-        text=text, block=shape, layers=(1,), block_size=4, roots=3, schedule=schedule
-    )
-    said = train_block.add_block(folder, recipe, root=library, prompts=1)
-    made = models.load(folder / "target")
-    block = dflash.load_block(pair.paths(folder)["dflash"], made.get_input_embeddings().weight)
-    assert models.parameter_count(block) == said["parameters"]
-    assert len(said["agreement_on_held_out_prompts"]["top1_by_step"]) == 3
-    assert pair.provenance(folder) == json.loads(json.dumps(first | {"dflash": said}))
 
 
 def test_training_draws_the_draft_to_the_target(target: LlamaForCausalLM) -> None:

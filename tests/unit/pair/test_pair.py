@@ -2,20 +2,24 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from benchmarks.pair import evaluate, train
+from benchmarks.pair import block as dflash
+from benchmarks.pair import evaluate, train, train_block, train_head
 from benchmarks.pair.build import build
 from benchmarks.pair.second import add_second_draft
 from dyntree_plugin import pair
 from dyntree_plugin.pair import corpus, models
+from dyntree_plugin.tune import eagle
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
 TOY = train.Recipe(
     vocabulary=300,
     length=16,
-    target=models.Shape(hidden=32, intermediate=32, layers=1, heads=1, kv_heads=1),
+    target=models.Shape(hidden=32, intermediate=32, layers=2, heads=1, kv_heads=1),
     draft=models.Shape(hidden=16, intermediate=16, layers=1, heads=1, kv_heads=1),
     target_schedule=train.Schedule(steps=6, peak=5e-3, rows=2, warmup=1),
     draft_schedule=train.Schedule(steps=6, peak=5e-3, rows=2, warmup=1),
@@ -158,26 +162,51 @@ def test_a_toy_pair_trains_from_text_to_stored_models(library: Path, tmp_path: P
     assert str(tmp_path) not in (tmp_path / "provenance.json").read_text()
 
 
-def test_a_toy_second_draft_is_added_beside_the_first(library: Path, tmp_path: Path) -> None:
-    build(tmp_path, TOY, root=library, prompts=2)
-    assert "second_draft" not in pair.paths(tmp_path)
+ADDED: dict[str, Callable[..., dict[str, Any]]] = {
+    "second_draft": partial(add_second_draft, recipe=replace(TOY, library_share=0.0, seed=1)),
+    "eagle3": partial(
+        train_head.add_head,
+        recipe=train_head.HeadRecipe(
+            text=TOY, head=replace(TOY.target, layers=1), layers=(0, 1), vocabulary=100,
+            schedule=TOY.target_schedule,
+        ),
+    ),
+    "dflash": partial(
+        train_block.add_block,
+        recipe=train_block.BlockRecipe(
+            text=TOY, block=replace(TOY.target, layers=2), layers=(1,), block_size=4, roots=3,
+            schedule=TOY.target_schedule,
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_a_toy_draft_is_added_beside_the_first(name: str, library: Path, tmp_path: Path) -> None:
+    build(tmp_path, TOY, root=library, prompts=1)
+    assert name not in pair.paths(tmp_path)
     before = {p: p.read_bytes() for n in ("target", "draft") for p in (tmp_path / n).iterdir()}
     first = pair.provenance(tmp_path)
-
-    recipe = replace(TOY, library_share=0.0, seed=1)
-    said = add_second_draft(tmp_path, recipe, root=library, prompts=2)
-    directories = pair.paths(tmp_path)
-    second = models.load(directories["second_draft"])
-    assert models.parameter_count(second) == said["parameters"]
-    assert len(AutoTokenizer.from_pretrained(directories["second_draft"])) == TOY.vocabulary
-    weights = load_file(directories["second_draft"] / "model.safetensors")
-    others = load_file(directories["draft"] / "model.safetensors")
-    assert not all(torch.equal(weight, others[name]) for name, weight in weights.items())
+    said = ADDED[name](tmp_path, root=library, prompts=1)
     assert {path: path.read_bytes() for path in before} == before
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        ours, target = (directories[n] / file for n in ("second_draft", "target"))
-        assert ours.read_bytes() == target.read_bytes()
-    assert pair.provenance(tmp_path) == first | {"second_draft": json.loads(json.dumps(said))}
+    assert pair.provenance(tmp_path) == first | {name: json.loads(json.dumps(said))}
+    assert str(tmp_path) not in (tmp_path / "provenance.json").read_text()
+    folder, agreement = pair.paths(tmp_path)[name], said["agreement_on_held_out_prompts"]
+    if name == "second_draft":
+        draft: torch.nn.Module = models.load(folder)
+        others = load_file(tmp_path / "draft" / "model.safetensors")
+        weights = load_file(folder / "model.safetensors")
+        assert not all(torch.equal(weight, others[name]) for name, weight in weights.items())
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            assert (folder / file).read_bytes() == (tmp_path / "target" / file).read_bytes()
+    elif name == "eagle3":
+        draft = eagle.load_head(folder)
+        assert (len(draft.tokens), len(agreement["top1_by_step"])) == (100, 6)
+    else:
+        embedding = models.load(tmp_path / "target").get_input_embeddings().weight
+        draft = dflash.load_block(folder, embedding)
+        assert len(agreement["top1_by_step"]) == 3
+    assert models.parameter_count(draft) == said["parameters"]
 
 
 def test_training_is_repeatable_and_depends_on_the_seed(library: Path) -> None:

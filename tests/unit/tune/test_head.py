@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +11,7 @@ import torch
 from torch.nn.functional import silu
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.pair import evaluate, train, train_head
-from benchmarks.pair.build import build
+from benchmarks.pair import evaluate, train_head
 from dyntree_plugin import pair
 from dyntree_plugin.pair import corpus, models
 from dyntree_plugin.tune import eagle
@@ -211,38 +208,3 @@ def test_the_shipped_head_follows_the_target_at_every_step() -> None:
     # Control: a head of random weights drafts nothing.
     lost = eagle.Head(head.config, head.tokens)
     assert evaluate.head_agreement(target, lost, tokenizer, prompts[:2]).chain_accepted < 0.2
-
-
-def test_a_toy_head_is_added_to_a_pair(tmp_path: Path) -> None:
-    library = tmp_path / "library"
-    (library / "test").mkdir(parents=True)
-    for name in ("abc.py", "keyword.py", "copy.py"):
-        shutil.copy(corpus.library_root() / name, library / name)
-        shutil.copy(corpus.library_root() / name, library / "test" / name)
-    for source in corpus.held_out_sources():
-        (library / source.name).write_text(source.text[:4000], encoding="utf-8")
-    schedule = train.Schedule(steps=6, peak=5e-3, rows=2, warmup=1)
-    shape = models.Shape(hidden=32, intermediate=32, layers=2, heads=1, kv_heads=1)
-    text = train.Recipe(
-        vocabulary=300,
-        length=16,
-        target=shape,
-        draft=shape,
-        target_schedule=schedule,
-        draft_schedule=schedule,
-        written_rows=5,
-    )
-    folder = tmp_path / "pair"
-    first = build(folder, text, root=library, prompts=1)
-    assert "eagle3" not in pair.paths(folder)
-
-    recipe = train_head.HeadRecipe(
-        text=text, head=replace(shape, layers=1), layers=(0, 1), vocabulary=100, schedule=schedule
-    )
-    said = train_head.add_head(folder, recipe, root=library, prompts=1)
-    head = eagle.load_head(pair.paths(folder)["eagle3"])
-    assert models.parameter_count(head) == said["parameters"]
-    assert len(head.tokens) == 100
-    assert len(said["agreement_on_held_out_prompts"]["top1_by_step"]) == 6
-    assert pair.provenance(folder) == json.loads(json.dumps(first | {"eagle3": said}))
-    assert str(tmp_path) not in (folder / "provenance.json").read_text()
