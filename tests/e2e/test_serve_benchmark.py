@@ -106,29 +106,25 @@ def test_the_tables_are_there(measured: tuple[Path, str]) -> None:
     assert "All answers are those of no speculation." in printed
 
 
-def test_a_server_is_measured_at_a_concurrency_and_at_a_rate(server: str, tmp_path: Path) -> None:
+def test_a_server_is_measured(server: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     command = [
         *(sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve"),
         *("--base-url", f"a={server}", "--base-url", f"b={server}/v1", "--output", str(path)),
-        *("--num-prompts", "4", "--max-tokens", "16", "--batch", "2", "--request-rate", "4"),
+        *("--num-prompts", "4", "--max-tokens", "16", "--batch", "2"),
         *("--rounds", "1", "--temperature", "0"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-8000:]
     found = read(path)
-    assert [cell.pace for cell in found.cells()] == ["batch 2", "4 requests/s"]
     for series in found.series:
         assert series.differing_requests == 0
         (run,) = series.runs
         assert run.output_tokens == 4 * 16
         assert 0 < run.request_steps < 4 * 15
         assert run.fallbacks.request_steps == run.request_steps
-        median, high = run.percentiles
-        assert 0 < median.ttft_ms <= high.ttft_ms
-        assert 0 < median.tpot_ms <= high.tpot_ms
-        assert 0 < median.itl_ms <= high.itl_ms
-    assert "p99" in done.stdout
+        assert run.ttft_ms > 0
+        assert run.tpot_ms > 0
 
 
 def test_what_a_server_refuses_is_told_in_a_line(server: str) -> None:

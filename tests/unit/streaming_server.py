@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -38,15 +37,13 @@ class Ticks:
 class Handler(http.server.BaseHTTPRequestHandler):
     """Stream ``pieces`` of two tokens each. Every request adds to the counters.
 
-    With a ``clock``, a piece is sent once the client has read the clock for the piece before. With
-    a ``gate``, no answer begins until as many requests are there. Paths below ``/locked`` need
-    `KEY`. Those below ``/rude`` are refused with an escape sequence and what the headers hold.
+    With a ``clock``, a piece is sent once the client has read the clock for the piece before. Paths
+    below ``/locked`` need `KEY`. Those below ``/rude`` are refused with an escape sequence and what
+    the headers hold.
     """
 
     clock: ClassVar[Ticks | None] = None
-    gate: ClassVar[threading.Barrier | None] = None
     pieces: ClassVar[tuple[str, ...]] = ("ab", "cd", "ef")
-    arrivals: ClassVar[list[float]] = []
     drafts = 0
     asked: ClassVar[set[str]] = set()
     bodies: ClassVar[list[dict[str, Any]]] = []
@@ -79,7 +76,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self._reply('{"object": "list", "data": [{"id": "m"}]}', "application/json")
 
     def do_POST(self) -> None:
-        Handler.arrivals.append(time.time())
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self._is_refused():
             return
@@ -89,20 +85,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if asked["model"] != "m":
             self._reply('{"error": {"message": "no such model"}}', "application/json", 404)
             return
-        if Handler.gate is not None:
-            Handler.gate.wait(timeout=60)
         Handler.drafts += 1
         Handler.asked.add(self.path)
         Handler.bodies.append(asked)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        chat = "chat" in self.path
         for number, piece in enumerate(self.pieces):
             if Handler.clock is not None:
                 Handler.clock.wait_for(BEFORE_PIECES + number)
-            choice: dict[str, Any] = {"index": 0, "finish_reason": None}
-            choice |= {"delta": {"content": piece}} if chat else {"text": piece}
+            choice = {"index": 0, "finish_reason": None, "text": piece}
             self._event({"id": "1", "created": 0, "model": "m", "object": "x", "choices": [choice]})
         assert asked["stream_options"] == {"include_usage": True}
         if asked["max_tokens"] == UNFINISHED:
@@ -130,7 +122,6 @@ def listening() -> Iterator[str]:
     """Give the address of a server that has had no request."""
     Handler.asked.clear()
     Handler.bodies.clear()
-    Handler.arrivals.clear()
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()

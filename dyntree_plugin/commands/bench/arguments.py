@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from dyntree_plugin.commands.arguments import Method as DraftMethod
 from dyntree_plugin.commands.bench.chains import OFF
@@ -102,15 +102,6 @@ BaseUrls = Annotated[
         rich_help_panel=OF_SERVERS,
     ),
 ]
-Endpoint = Annotated[
-    Literal["completions", "chat"],
-    option(
-        "--endpoint",
-        "ENDPOINT",
-        "The endpoint to ask: completions or chat.",
-        rich_help_panel=OF_SERVERS,
-    ),
-]
 Model = Annotated[
     str | None,
     option(
@@ -128,16 +119,6 @@ Headers = Annotated[
         "KEY=VALUE",
         "A header of all requests. Repeatable. The environment variable OPENAI_API_KEY gives "
         "an API key.",
-        rich_help_panel=OF_SERVERS,
-    ),
-]
-RequestRates = Annotated[
-    list[float] | None,
-    option(
-        "--request-rate",
-        "PER_S",
-        "Requests per second that are sent on average, however many are unanswered. "
-        "Repeatable. Replaces the default of --batch; with a --batch both are measured.",
         rich_help_panel=OF_SERVERS,
     ),
 ]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import io
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import aiohttp
-import numpy as np
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.benchmarks.datasets import SampleRequest
@@ -19,15 +16,13 @@ from vllm.benchmarks.lib.endpoint_request_func import (
     RequestFuncInput,
     RequestFuncOutput,
 )
-from vllm.benchmarks.serve import calculate_metrics, get_request
 
 from dyntree_plugin.commands.loads import counts
 from dyntree_plugin.commands.loads.load import Load
-from dyntree_plugin.commands.loads.runs import Percentile, Run, latencies_ms
+from dyntree_plugin.commands.loads.runs import Run, latencies_ms
 from dyntree_plugin.escape import escaped
 from dyntree_plugin.secrets import hidden
 
-PERCENTS = (50.0, 99.0)
 _SILENT_SECONDS = 600.0
 """Most seconds without an answer."""
 _MOST_CHARACTERS = 300
@@ -45,11 +40,10 @@ class Client:
         self,
         address: str,
         *,
-        chat: bool,
         model: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self._address, self._chat, self._model = address, chat, model
+        self._address, self._model = address, model
         self._headers = dict(headers or {})
 
     def serve(self, load: Load) -> tuple[Run, list[str]]:
@@ -72,7 +66,6 @@ class Client:
             request_steps=counts.request_steps(before, after, tokens),
             speculation=counts.growth(counts.read(before), counts.read(after)),
             fallbacks=counts.growth_of_fallbacks(counts.fallbacks(before), counts.fallbacks(after)),
-            percentiles=percentiles(outputs, seconds),
         )
         return run, [output.generated_text for output in outputs]
 
@@ -113,20 +106,16 @@ class Client:
     async def _send(
         self, session: aiohttp.ClientSession, load: Load, model: str
     ) -> list[RequestFuncOutput]:
-        """Send the requests at their times, and return their outputs in the same order."""
-        room = asyncio.Semaphore(load.concurrency or len(load.requests))
+        """Send the requests, and return their outputs in the same order."""
+        room = asyncio.Semaphore(load.concurrency)
 
         async def one(request: SampleRequest) -> RequestFuncOutput:
             async with room:
                 return await self._stream(session, model, request)
 
-        # vLLM draws the arrivals from this generator: all servers get the same ones.
-        np.random.seed(load.seed % 2**32)
-        tasks = []
         try:
             async with asyncio.TaskGroup() as group:
-                async for request, _ in get_request(_requests(load), load.rate):
-                    tasks.append(group.create_task(one(request)))
+                tasks = [group.create_task(one(request)) for request in _requests(load)]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -134,20 +123,16 @@ class Client:
     async def _stream(
         self, session: aiohttp.ClientSession, model: str, request: SampleRequest
     ) -> RequestFuncOutput:
-        path, backend = "completions", "openai"
-        if self._chat:
-            path, backend = "chat/completions", "openai-chat"
         asked = RequestFuncInput(
             prompt=request.prompt,
-            chat_messages=request.chat_messages,
-            api_url=f"{self._address}/v1/{path}",
+            api_url=f"{self._address}/v1/completions",
             prompt_len=request.prompt_len,
             output_len=request.expected_output_len,
             model=model,
             extra_headers=self._headers,
             extra_body=request.request_overrides,
         )
-        output = await ASYNC_REQUEST_FUNCS[backend](asked, session)
+        output = await ASYNC_REQUEST_FUNCS["openai"](asked, session)
         if not output.success:
             lines = output.error.strip().splitlines() or ["no answer"]
             raise RuntimeError(lines[-1])
@@ -182,26 +167,9 @@ def _requests(load: Load) -> list[SampleRequest]:
             prompt=request.prompt if isinstance(request.prompt, str) else list(request.prompt),
             prompt_len=0,  # the server counts it
             expected_output_len=load.max_tokens,
-            chat_messages=[{"role": "user", "content": request.prompt}],
             request_overrides=load.sampling(number),
         )
         for number, request in enumerate(load.requests)
-    ]
-
-
-def percentiles(outputs: Sequence[RequestFuncOutput], seconds: float) -> list[Percentile]:
-    """Compute percentiles as ``vllm bench serve`` does."""
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints hints
-        metrics, _ = calculate_metrics([], list(outputs), seconds, None, list(PERCENTS), {})
-    columns = zip(
-        metrics.percentiles_ttft_ms,
-        metrics.percentiles_tpot_ms,
-        metrics.percentiles_itl_ms,
-        strict=True,
-    )
-    return [
-        Percentile(percent=percent, ttft_ms=float(ttft), tpot_ms=float(tpot), itl_ms=float(itl))
-        for (percent, ttft), (_, tpot), (_, itl) in columns
     ]
 
 

@@ -20,7 +20,6 @@ from dyntree_plugin.commands.arguments import KINDS, Method, both_or_neither, ch
 from dyntree_plugin.commands.bench import (
     arguments,
     overview,
-    percentiles,
     plan,
     prompts,
     server,
@@ -62,10 +61,8 @@ def serve(
     rounds: arguments.Rounds = 3,
     engine_arguments: arguments.EngineArguments = "{}",
     base_urls: arguments.BaseUrls = None,
-    endpoint: arguments.Endpoint = "completions",
     model: arguments.Model = None,
     headers: arguments.Headers = None,
-    request_rates: arguments.RequestRates = None,
     result_file: arguments.ResultFile = None,
 ) -> None:
     """Compare the speed of no speculation, vLLM's chains and trees, or of running servers.
@@ -75,18 +72,14 @@ def serve(
     """
     extras = context.obj if isinstance(context.obj, Extras) else Extras()
     console = Console(highlight=False)
-    paces = batches or ([] if request_rates else [1, 4])
-    loads = prompt_sets or [prompts.CODE], temperatures or [0.0, 1.0], paces
+    loads = prompt_sets or [prompts.CODE], temperatures or [0.0, 1.0], batches or [1, 4]
     try:
         settings = Settings(*loads, count, max_tokens, rounds, samplings=extras.samplings)
         check_new_file("--output", result_file)
         if base_urls:
             _refuse(context, arguments.OF_ENGINES, "--base-url measures a running server")
-            settings = _with_rates(settings, request_rates or ())
             servers = server.engines(base_urls)
-            client = server.clients(
-                chat=endpoint == "chat", model=model, headers=server.headers(headers or ())
-            )
+            client = server.clients(model=model, headers=server.headers(headers or ()))
             runs = settings.runs(lambda _: len(servers))
             measured = partial(of_servers, settings, servers, client, extras.notes)
         else:
@@ -125,21 +118,8 @@ def _refuse(context: typer.Context, panel: str, reason: str) -> None:
         raise ValueError(f"{', '.join(names)} must not be given: {reason}")
 
 
-def _with_rates(settings: Settings, rates: Sequence[float]) -> Settings:
-    """Return the settings with these rates of requests.
-
-    Raises:
-        ValueError: if a number is not above 0, or the rates do not fit other options.
-    """
-    for rate in rates:
-        if rate <= 0:
-            raise ValueError(f"--request-rate {rate:g} must be above 0, in requests per second")
-    return replace(settings, request_rates=rates)
-
-
 def _show(console: Console, result: Result) -> None:
     terminal.show(console, result)
-    percentiles.show(console, result)
     if len(list(result.cells())) > 1:
         overview.show(console, result)
 

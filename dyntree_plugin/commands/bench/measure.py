@@ -104,19 +104,17 @@ def served(
 def warm_ups(loads: Sequence[Load]) -> list[Load]:
     """Return one short load for each concurrency, temperature and kind of requests of the loads.
 
-    It has a request of every kind, so that no grammar is compiled in a measurement. Without a limit
-    of concurrency, one request of each kind is enough.
+    It has a request of every kind, so that no grammar is compiled in a measurement.
     """
     short = {}
     for load in loads:
-        first = load.requests[: load.concurrency or 1]
+        first = load.requests[: load.concurrency]
         kinds = {request.key: request for request in load.requests}
         further = [kinds[key] for key in kinds.keys() - {request.key for request in first}]
         short[load.concurrency, load.temperature, frozenset(kinds)] = replace(
             load,
             requests=[*first, *further],
             max_tokens=min(load.max_tokens, WARM_UP_TOKENS),
-            rate=math.inf,
         )
     return list(short.values())
 

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dyntree_plugin.commands.bench.results import Cell, Result, read
+from dyntree_plugin.commands.bench.results import Result, read
 from dyntree_plugin.commands.bench.summary import rows
 
 
@@ -29,7 +29,7 @@ def show(console: Console, result: Result) -> None:
     several = len({cell.prompts for cell in cells}) > 1
     for cell in cells:
         words = [*(cell.prompts.split() if several else ()), f"T {cell.temperature:g}"]
-        table.add_column("\n".join([*words, _pace(cell)]), justify="right", no_wrap=True)
+        table.add_column("\n".join([*words, f"B {cell.batch}"]), justify="right", no_wrap=True)
     ratios = {
         cell: {
             row.series.engine: row.over_first.median
@@ -41,10 +41,6 @@ def show(console: Console, result: Result) -> None:
     for engine in result.engines:
         table.add_row(engine.name, *(_ratio(ratios[cell], engine.name) for cell in cells))
     console.print(table)
-
-
-def _pace(cell: Cell) -> str:
-    return f"B {cell.batch}" if cell.request_rate is None else f"{cell.request_rate:g}/s"
 
 
 def _ratio(ratios: dict[str, float], engine: str) -> str:

@@ -12,25 +12,17 @@ from dyntree_plugin.commands.loads.runs import Engine, Record, Run
 class Cell(Record):
     """A set of requests, served at one temperature, ``batch`` of them at a time.
 
-    ``prompts`` names the set, and what ``--sampling`` adds to its requests. With a
-    ``request_rate``, in requests per second, ``batch`` is 0: there is no limit.
+    ``prompts`` names the set, and what ``--sampling`` adds to its requests.
     """
 
     prompts: str
     temperature: float
     batch: int
-    request_rate: float | None = None
 
     @property
     def title(self) -> str:
         drawing = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
-        return f"{self.prompts}, {drawing}, {self.pace}"
-
-    @property
-    def pace(self) -> str:
-        if self.request_rate is None:
-            return f"batch {self.batch}"
-        return f"{self.request_rate:g} requests/s"
+        return f"{self.prompts}, {drawing}, batch {self.batch}"
 
 
 class Series(Record):

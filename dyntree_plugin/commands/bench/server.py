@@ -60,7 +60,7 @@ def headers(given: Sequence[str]) -> dict[str, str]:
     return headers
 
 
-def clients(*, chat: bool, model: str | None, headers: dict[str, str]) -> Callable[[str], Client]:
+def clients(*, model: str | None, headers: dict[str, str]) -> Callable[[str], Client]:
     """Return a function that makes the client of an address, with the arguments of `Client`.
 
     The first client takes seconds, since it imports vLLM.
@@ -69,6 +69,6 @@ def clients(*, chat: bool, model: str | None, headers: dict[str, str]) -> Callab
     def client(address: str) -> Client:
         from dyntree_plugin.commands.bench.client import Client
 
-        return Client(address, chat=chat, model=model, headers=headers)
+        return Client(address, model=model, headers=headers)
 
     return client

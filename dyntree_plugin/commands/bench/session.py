@@ -48,21 +48,15 @@ class Settings:
     rounds: int
     seed: int = 0
     samplings: Sequence[Parameters] = ({},)
-    request_rates: Sequence[float] = ()
 
     @property
     def prompts(self) -> int:
         """Number of prompts per set: as requested, and enough for the largest batch."""
         return max([self.requests, *self.batches])
 
-    @property
-    def paces(self) -> list[tuple[int, float | None]]:
-        """Every batch size, and every rate of requests, for which the batch is 0."""
-        return [*((batch, None) for batch in self.batches), *((0, r) for r in self.request_rates)]
-
     def runs(self, engines: Callable[[float], int]) -> int:
         """Return the number of runs. ``engines``: how many are measured at a temperature."""
-        cells = len(self.sets) * len(self.samplings) * len(self.paces)
+        cells = len(self.sets) * len(self.samplings) * len(self.batches)
         return self.rounds * cells * sum(map(engines, self.temperatures))
 
     def loads(self, sets: Mapping[str, Sequence[Request]]) -> dict[Cell, Load]:
@@ -72,21 +66,20 @@ class Settings:
             ValueError: if a set has too few prompts for a batch.
         """
         loads = {}
-        for (name, requests), sampling, temperature, (batch, rate) in product(
-            sets.items(), self.samplings, self.temperatures, self.paces
+        for (name, requests), sampling, temperature, batch in product(
+            sets.items(), self.samplings, self.temperatures, self.batches
         ):
             if len(requests) < batch:
                 raise ValueError(
                     f"--batch {batch} needs as many prompts, and {name!r} has {len(requests)}"
                 )
             shown = hidden(", ".join(filter(None, [name, title(sampling)])))
-            cell = Cell(prompts=shown, temperature=temperature, batch=batch, request_rate=rate)
+            cell = Cell(prompts=shown, temperature=temperature, batch=batch)
             asked = [
                 replace(request, sampling={**sampling, **request.sampling})
                 for request in requests[: max(self.requests, batch)]
             ]
-            rate = math.inf if rate is None else rate
-            loads[cell] = Load(asked, batch, temperature, self.max_tokens, self.seed, rate)
+            loads[cell] = Load(asked, batch, temperature, self.max_tokens, self.seed)
         return loads
 
     def check(self, sets: Mapping[str, Sequence[Request]], verify: Verify) -> None:
@@ -235,11 +228,6 @@ def of_servers(
         "tokens after the end of an answer.",
         "Prompts repeat from round to round, so a prefix cache shortens their prefill.",
     ]
-    if settings.request_rates:
-        remarks.append(
-            "At a request rate, a server that keeps up has the tokens per second that the rate "
-            "asks for."
-        )
     for series in measure(
         engines, loads, settings.rounds, opened, done, by_cell=True, seconds_left=seconds_left
     ):
@@ -254,7 +242,7 @@ def _left_out(settings: Settings, cells: Iterable[Cell], series: Sequence[Series
         rounds[one.cell] = len(one.runs)
     if min(rounds.values()) < settings.rounds:
         counts = ", ".join(
-            f"{n} at temperature {cell.temperature:g} with {cell.pace} ({cell.prompts})"
+            f"{n} at temperature {cell.temperature:g} with batch {cell.batch} ({cell.prompts})"
             for cell, n in rounds.items()
         )
         yield f"Rounds measured, of {settings.rounds}: {counts}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +11,10 @@ from dyntree_plugin.commands.loads.requests import Request
 
 @dataclass(frozen=True)
 class Load:
-    """The ``requests`` of one run, ``concurrency`` of them at a time; 0: without a limit.
+    """The ``requests`` of one run, ``concurrency`` of them at a time.
 
     Their prompts are lists of tokens, or texts for a server. Request ``i`` has the seed
-    ``seed + i``. A server gets ``rate`` requests per second on average, by a Poisson process.
+    ``seed + i``.
     """
 
     requests: Sequence[Request]
@@ -23,7 +22,6 @@ class Load:
     temperature: float
     max_tokens: int
     seed: int = 0
-    rate: float = math.inf
 
     def sampling(self, number: int) -> dict[str, Any]:
         """Return all sampling parameters of a request by the names of vLLM's ``SamplingParams``.

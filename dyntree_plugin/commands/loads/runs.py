@@ -11,9 +11,9 @@ Kind = Literal["plain", "chain", "static tree", "dynamic tree", "server"]
 
 
 class Record(BaseModel):
-    """A part of a result file: it does not change, and has no unknown fields."""
+    """A part of a result file: it does not change. Fields of other versions are left out."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Engine(Record):
@@ -43,19 +43,6 @@ class Fallbacks(Record):
     by_reason: dict[str, int] = Field(default_factory=dict)
 
 
-class Percentile(Record):
-    """One percentile of a server's times, defined as in ``vllm bench serve``.
-
-    ``ttft_ms``: time to the first token. ``tpot_ms``: time per later token. ``itl_ms``: time
-    between two pieces of a stream, which may have several tokens each.
-    """
-
-    percent: float
-    ttft_ms: float
-    tpot_ms: float
-    itl_ms: float
-
-
 class Run(Record):
     """One engine's work on one cell in one round.
 
@@ -79,7 +66,6 @@ class Run(Record):
     request_steps: int = 0
     speculation: Speculation = Speculation()
     fallbacks: Fallbacks = Fallbacks()
-    percentiles: list[Percentile] = Field(default_factory=list)
 
 
 def latencies_ms(

@@ -55,10 +55,9 @@ def parse(words: list[str]) -> bool:
     return True
 
 
-def test_a_documented_command_line_is_one_and_many_are_parsed() -> None:
+def test_a_documented_command_line_is_one() -> None:
     found = [words for path in PAGES for words in commands(path.read_text())]
     parsed = [words[1:3] for words in found if parse(words)]
-    assert len(parsed) > 5
     assert ["bench", "serve"] in parsed
     assert any(words[0] == "tune" for words in parsed)
 

@@ -182,7 +182,6 @@ def completed(*words: str) -> list[str]:
         (("demo", "--method", ""), ["draft_model", "eagle3", "eagle", "mtp", "dflash"]),
         (("tune", "--dtype", "b"), ["bfloat16"]),
         (("show", "--format", ""), ["terminal", "dot", "html"]),
-        (("bench", "serve", "--endpoint", "c"), ["completions", "chat"]),
         (("bench", "serve", "--prompts", ""), [*prompts.NAMES]),
     ],
 )

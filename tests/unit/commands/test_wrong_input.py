@@ -75,7 +75,7 @@ bench serve --target folder --draft folder → --target 'folder' is no model
 bench serve --output nowhere/r.json → --output 'nowhere/r.json': there is no folder 'nowhere'
 bench serve --chain -1 → --chain '-1' must be a length, such as 5, or KIND:LENGTH
 bench serve --chain 0 --chain 4 → --chain 0 leaves all chains out: give it alone
-bench serve --endpoint chat → --endpoint must not be given: without a --base-url
+bench serve --model m → --model must not be given: without a --base-url
 bench serve --base-url h:p → --base-url 'h:p' is invalid
 bench serve --base-url a=h --base-url a=i → --base-url: two servers have the same name
 bench serve --base-url h --chain 2 → --chain must not be given: --base-url

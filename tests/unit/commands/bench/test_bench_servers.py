@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_lines import ran, ran_benchmark
-from rich.console import Console
 from streaming_server import BEFORE_PIECES, KEY, UNFINISHED, Handler, Ticks, listening
 from vllm.benchmarks.lib import endpoint_request_func
 
 from benchmarks.serve import __main__ as benchmark
-from dyntree_plugin.commands.bench import client, percentiles, server
+from dyntree_plugin.commands.bench import client, server
 from dyntree_plugin.commands.bench.client import Client
 from dyntree_plugin.commands.bench.results import Result, read
 from dyntree_plugin.commands.loads.load import Load
@@ -52,20 +48,18 @@ def address() -> Iterator[str]:
         yield found
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_server_is_streamed_and_its_own_counters_are_read(address: str, chat: bool) -> None:
+def test_a_server_is_streamed_and_its_own_counters_are_read(address: str) -> None:
     load = Load([Request(text) for text in "xyz"], 2, 0.0, 6)
-    run, texts = Client(address, chat=chat).serve(load)
+    run, texts = Client(address).serve(load)
     assert texts == ["abcdef"] * 3
     assert run.output_tokens == 18
     assert run.speculation.drafts == 3
-    assert [one.percent for one in run.percentiles] == [50, 99]
 
 
 def test_a_server_is_sent_the_parameters_of_a_request(address: str) -> None:
     own = {"bad_words": ["self"], "structured_outputs": {"regex": "a+"}}
     load = Load([Request("x", own), Request("y")], 1, 0.5, 6, seed=3)
-    Client(address, chat=False).serve(load)
+    Client(address).serve(load)
     first, second = Handler.bodies
     assert {name: first[name] for name in own} == own
     assert not own.keys() & second.keys()
@@ -79,24 +73,22 @@ def test_times_are_taken_when_pieces_arrive(address: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(client, "time", ticks)
     monkeypatch.setattr(endpoint_request_func, "time", ticks)
     monkeypatch.setattr(Handler, "clock", ticks)
-    run, _ = Client(address, chat=False).serve(Load([Request("x")], 1, 0.0, 6))
+    run, _ = Client(address).serve(Load([Request("x")], 1, 0.0, 6))
     assert run.ttft_ms == 1000
     # Two seconds pass between the first piece and the last; five tokens come after the first.
     assert run.tpot_ms == 2000 / 5
     assert run.seconds >= BEFORE_PIECES + 3
-    for one in run.percentiles:
-        assert (one.ttft_ms, one.tpot_ms, one.itl_ms) == (1000, 2000 / 5, 1000)
 
 
 def test_a_model_that_a_server_does_not_have_is_the_users_mistake(address: str) -> None:
     load = Load([Request(text) for text in "xyz"], 2, 0.0, 6)
     with pytest.raises(ValueError, match=r"answers 404: no such model$"):
-        Client(address, chat=True, model="other").serve(load)
+        Client(address, model="other").serve(load)
 
 
 def test_an_answer_that_ends_early_is_no_measurement(address: str) -> None:
     with pytest.raises(RuntimeError, match=r"without its number of tokens$"):
-        Client(address, chat=False).serve(Load([Request("x")], 1, 0.0, UNFINISHED))
+        Client(address).serve(Load([Request("x")], 1, 0.0, UNFINISHED))
 
 
 def test_a_server_that_does_not_answer_is_named_in_a_line() -> None:
@@ -104,29 +96,16 @@ def test_a_server_that_does_not_answer_is_named_in_a_line() -> None:
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(RuntimeError, match=f"^{address}: Cannot connect.*$"):
-            Client(address, chat=False).serve(Load([Request("x")], 1, 0.0, 6))
+            Client(address).serve(Load([Request("x")], 1, 0.0, 6))
 
 
 def test_every_request_brings_the_key(address: str) -> None:
     load = Load([Request("x")], 1, 0.0, 6)
     with pytest.raises(ValueError, match="/locked/metrics answers 401: Unauthorized; OPENAI_API_K"):
-        Client(f"{address}/locked", chat=False).serve(load)
+        Client(f"{address}/locked").serve(load)
     own = {"Authorization": KEY}
-    _, texts = Client(f"{address}/locked", chat=False, headers=own).serve(load)
+    _, texts = Client(f"{address}/locked", headers=own).serve(load)
     assert texts == ["abcdef"]
-
-
-def test_an_open_load_waits_for_time_and_for_no_answer(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Handler, "gate", threading.Barrier(5))
-    load = Load([Request(text) for text in "vwxyz"], 0, 0.0, 6, rate=20)
-    began = time.time()
-    run, texts = Client(address, chat=False).serve(load)
-    assert texts == ["abcdef"] * 5
-    # The last request is due after 5 / 20 seconds.
-    assert max(Handler.arrivals) - began > 0.24
-    assert run.seconds > 0.24
 
 
 def served(*words: str) -> Any:
@@ -142,39 +121,21 @@ def measured(address: str, file: Path, *more: str, run: Callable[..., Any] = ser
     return read(file)
 
 
-def test_rates_and_percentiles_are_in_the_result_and_no_key(
+def test_no_key_is_in_the_result(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY.removeprefix("Bearer "))
     path = tmp_path / "result.json"
-    asked = ["--request-rate", "50", "--request-rate", "100", "--header", "x-of=test-of-headers"]
-    result = measured(f"{address}/locked", path, *asked)
-    cells = list(result.cells())
-    assert [cell.pace for cell in cells] == ["batch 1", "50 requests/s", "100 requests/s"]
-    for series in result.series:
-        assert series.differing_requests == 0
-        for run in series.runs:
-            assert 0 < run.percentiles[0].ttft_ms <= run.percentiles[1].ttft_ms
+    result = measured(f"{address}/locked", path, "--header", "x-of=test-of-headers")
+    assert [series.differing_requests for series in result.series] == [0, 0]
     assert KEY.removeprefix("Bearer ") not in path.read_text()
     assert "test-of-headers" not in path.read_text()
-    screen = StringIO()
-    percentiles.show(Console(file=screen, width=80), result)
-    shown = screen.getvalue()
-    assert shown.count("TTFT ") >= 2 * len(cells)
-    assert all(f"greedy, {cell.pace}" in shown for cell in cells)
 
 
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        (["--request-rate", "0"], "--request-rate 0 must be above 0"),
-        (["--header", "secret"], "--header: a header has a name and a value"),
-    ],
-)
-def test_mistakes_about_rates_and_headers_are_told_in_a_line(more: list[str], told: str) -> None:
-    done = ran("bench", "serve", "--base-url", "http://h:1", *more)
+def test_a_mistake_about_headers_is_told_in_a_line() -> None:
+    done = ran("bench", "serve", "--base-url", "http://h:1", "--header", "secret")
     assert done.exit_code == 2
-    assert told in done.stderr
+    assert "--header: a header has a name and a value" in done.stderr
     assert "secret" not in done.stderr
     assert done.stderr.count("\n") == 1
 
