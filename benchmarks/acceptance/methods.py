@@ -169,11 +169,6 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
     "sequoia": {"label": "Sequoia"},
     "dyspec": {"label": "DySpec", "greedy_draft": DYSPEC_DRAFT_TEMPERATURE},
     "threshold": {"label": "DySpec threshold 1/n", "greedy_draft": DYSPEC_DRAFT_TEMPERATURE},
-    "dynamic_threshold": {
-        "label": "dynamic threshold",
-        "ours": True,
-        "greedy_draft": DYSPEC_DRAFT_TEMPERATURE,
-    },
 }
 """The names of growths in tables, in their order, and the conditions of the papers' experiments."""
 

@@ -7,7 +7,6 @@ from dyntree_plugin.tree.growth import topk
 from dyntree_plugin.tree.growth.base import GrowthConfig, GrowthPlan, GrowthSpec
 from dyntree_plugin.tree.papers import (
     chain,
-    dynamic_threshold,
     dyspec,
     expansion,
     multi_step,
@@ -24,7 +23,6 @@ GROWTHS: dict[str, GrowthSpec] = {
         topk.SPEC,
         dyspec.SPEC,
         threshold.SPEC,
-        dynamic_threshold.SPEC,
         expansion.SPEC,
         sequoia.SPEC,
         chain.SPEC,

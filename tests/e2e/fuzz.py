@@ -65,7 +65,6 @@ class Tally:
 GROWTHS: Mapping[str, Mapping[str, Any]] = {
     "dyspec": {},
     "threshold": {},
-    "dynamic_threshold": {},
     "chain": {},
     "expansion": {"expansion": [2, 2, 1]},
     "sequoia": {"acceptance": [0.6, 0.2, 0.1]},

@@ -78,7 +78,6 @@ PROCESSES = (
         "dyspec": (workload.tree(growth="dyspec", rule="match"), FEW),
         "chain": (workload.tree(growth="chain"), FEW),
         "threshold": (workload.tree(growth="threshold", rule="match"), FEW),
-        "dynamic_threshold": (workload.tree(growth="dynamic_threshold", rule="match"), FEW),
         "expansion": (workload.tree(growth="expansion", expansion=[2, 2, 1], rule="match"), FEW),
         "sequoia": (workload.tree(growth="sequoia", acceptance=[0.6, 0.2], rule="match"), FEW),
     },

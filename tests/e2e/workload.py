@@ -314,7 +314,6 @@ _GROWTHS: dict[str, dict[str, Any]] = {
     "dyspec": {},
     "sequoia": {"acceptance": [0.8, 0.1, 0.05]},
     "threshold": {"threshold": 0.02},
-    "dynamic_threshold": {},
 }
 OF_GROWTHS = {
     f"head, {growth}": (

@@ -195,38 +195,6 @@ def threshold(draft: Draft, draw: Draw, shape: TreeShape, t: float) -> list[Slot
     return sorted(tree, key=lambda node: -node.slot)[: shape.node_budget]
 
 
-def dynamic_threshold(
-    draft: Draft, draw: Draw, shape: TreeShape, widths: Sequence[int]
-) -> list[Slot]:
-    """Grow by slot value without a threshold: every forward expands the ``widths`` most valuable
-    nodes.
-
-    Nodes are in order of falling value.
-    """
-    slots: list[Slot] = []
-
-    def expand(node: Slot) -> None:
-        v, residual = node.value, list(draft(node.path))
-        for _ in range(shape.children):
-            if v <= 0 or sum(residual) <= 0:
-                break
-            y = draw(node.path, residual)
-            slots.append(Slot((*node.path, y), v, v * residual[y]))
-            v *= 1 - residual[y]
-            residual = without(residual, y)
-
-    expand(Slot((), 1.0, 1.0))
-    leaves = list(slots)
-    for width in widths:
-        leaves.sort(key=lambda node: -node.value)
-        chosen, leaves = leaves[:width], leaves[width:]
-        known = len(slots)
-        for node in chosen:
-            expand(node)
-        leaves += slots[known:]
-    return sorted(slots, key=lambda node: -node.slot)[: shape.node_budget]
-
-
 def expansion(draft: Draft, draw: Draw, k: Sequence[int]) -> list[Slot]:
     """Grow SpecInfer's tree of independent draws, layer by layer. A token that is drawn again adds
     no node.

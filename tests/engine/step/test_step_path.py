@@ -121,7 +121,6 @@ GROWN: list[GrowthConfig] = [
     GrowthConfig(),
     GrowthConfig("dyspec"),
     GrowthConfig("threshold"),
-    GrowthConfig("dynamic_threshold"),
     GrowthConfig("expansion", (2, 3, 1)),
     GrowthConfig("sequoia", (0.6, 0.2, 0.1)),
     GrowthConfig("sequoia", (0.6, 0.2, 0.1), sampling="best"),

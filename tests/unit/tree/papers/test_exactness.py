@@ -46,8 +46,6 @@ CASES: list[Case] = [
     (GrowthConfig("dyspec"), shape(4, 2, 1, 3), 3),
     (GrowthConfig("dyspec"), shape(4, 3, 1, 3), 3),
     (GrowthConfig("threshold", 0.25), shape(5, 2, 1, 3), 3),
-    (GrowthConfig("dynamic_threshold"), shape(4, 2, 1, 3), 3),
-    (GrowthConfig("dynamic_threshold"), shape(5, 4, 1, 2), 2),
     (GrowthConfig("sequoia", (0.6, 0.3, 0.1), sampling=WR), shape(4, 2, 1, 3), 3),
     (GrowthConfig("sequoia", (0.6, 0.3), sampling=BEST), shape(4, 2, 1, 2), 3),
     (GrowthConfig("expansion", (2, 1), sampling=IID), shape(4, 2, 1, 2), 3),

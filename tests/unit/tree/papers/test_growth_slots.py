@@ -1,4 +1,4 @@
-"""Growths by slot value (dyspec, threshold, dynamic_threshold) against the papers' algorithms."""
+"""Growths by slot value (dyspec, threshold) against the papers' algorithms."""
 
 from __future__ import annotations
 
@@ -58,21 +58,6 @@ def test_threshold_grows_the_trees_of_algorithm_2(
         assert_tree(tree, row, growths.threshold(draft_of(seed), draw_of(seed), shape, t))
 
 
-@settings(max_examples=40, deadline=None)
-@given(shapes, seed_lists)
-def test_the_dynamic_threshold_keeps_nothing_from_the_tree(
-    shape: TreeShape, seeds: list[int]
-) -> None:
-    """The reference also expands nodes that a threshold would skip."""
-    plan = plan_growth(GrowthConfig("dynamic_threshold"), shape)
-    tree = grow(plan, seeds)
-    tree.check()
-    for row, seed in enumerate(seeds):
-        assert_tree(
-            tree, row, growths.dynamic_threshold(draft_of(seed), draw_of(seed), shape, plan.widths)
-        )
-
-
 @settings(max_examples=30, deadline=None)
 @given(shapes, st.integers(0, 10_000), st.integers(0, 12))
 def test_a_request_with_little_room_takes_none_from_the_others(
@@ -90,7 +75,7 @@ def test_a_request_with_little_room_takes_none_from_the_others(
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.sampled_from(["dyspec", "threshold", "dynamic_threshold"]), shapes, seed_lists)
+@given(st.sampled_from(["dyspec", "threshold"]), shapes, seed_lists)
 def test_draws_say_which_draw_gave_which_node_and_from_what(
     name: str, shape: TreeShape, seeds: list[int]
 ) -> None:
@@ -117,7 +102,7 @@ def test_draws_say_which_draw_gave_which_node_and_from_what(
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.sampled_from(["dyspec", "threshold", "dynamic_threshold"]), shapes, seed_lists)
+@given(st.sampled_from(["dyspec", "threshold"]), shapes, seed_lists)
 def test_trees_are_well_formed_and_their_ancestors_are_the_transitive_closure(
     name: str, shape: TreeShape, seeds: list[int]
 ) -> None:
