@@ -210,11 +210,12 @@ REASONS = {
 def _recipes() -> str:
     """Say by which method each recipe of vLLM is served, and why its draft or the target is not."""
     groups = json.loads((ROOT / "scripts" / "recipes.json").read_text())
-    lines = ["| recipes | attention | drafts | on a CPU | on CUDA |", "|---|---|---|---|---|"]
+    lines = ["| recipes | attention | drafts | served |", "|---|---|---|---|"]
     for each in groups:
         first = each["methods"][0]
-        cells = [", ".join(each["recipes"]), each["attention"], f"`{first}`"]
-        cells += [_served(each[device], first) for device in DEVICES]
+        on_cpu, on_cuda = (_served(each[device], first) for device in DEVICES)
+        both = on_cpu if on_cpu == on_cuda else f"on a CPU {on_cpu}; on CUDA {on_cuda}"
+        cells = [", ".join(each["recipes"]), each["attention"], f"`{first}`", both]
         lines.append(f"| {' | '.join(cells)} |")
     counts = [_counted(groups, device) for device in DEVICES]
     every = sum(len(each["recipes"]) for each in groups)
@@ -227,7 +228,7 @@ DEVICES = ("cpu", "cuda")
 
 def _served(outcome: dict[str, Any], first: str) -> str:
     if outcome["served"] == first:
-        return "served"
+        return "yes"
     names = (each.removeprefix("speculative_config.") for each in outcome["refused"])
     words = ", ".join(dict.fromkeys(REASONS.get(name, f"`{name}`") for name in names))
     method = {None: "", "ngram_gpu": "look-up alone; "}.get(
