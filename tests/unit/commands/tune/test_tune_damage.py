@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -24,7 +24,6 @@ from dyntree_plugin.commands.tune import check, learn, write
 from dyntree_plugin.commands.tune.settings import Folder
 from dyntree_plugin.pair import held_out_prompts
 from dyntree_plugin.tune.optimize import Checkpoint
-from dyntree_plugin.tune.shards import Shards
 
 TARGET, DRAFT = map(str, pair.target_and_draft())
 VOCABULARY = 1024
@@ -264,40 +263,6 @@ def test_losses_that_are_ahead_of_the_checkpoint_are_measured_again(out: Path) -
     curve = learn.read_curve(file)
     assert list(curve) == [0, 1, 2, 3, 4]
     assert curve[2] != (0.1, 0.1)
-
-
-def refusal(read: Callable[[], object], name: str) -> bool:
-    """Return whether something is refused, with its name."""
-    try:
-        read()
-    except ValueError as error:
-        return bool(str(error).index(name) or True)
-    return False
-
-
-def test_bytes_that_change_at_random_are_read_or_refused(out: Path) -> None:
-    work, folder = out / "tune", Folder(out)
-    drawn = random.Random(0)
-    readers: Sequence[tuple[Path, Callable[[], object]]] = [
-        (folder.shard(1), lambda: Shards([folder.shard(1)], VOCABULARY).batch(range(16))),
-        (folder.written(1), lambda: write.samples(folder, 1, VOCABULARY)),
-        (folder.losses, lambda: learn.read_curve(folder.losses)),
-    ]
-    refusals = 0
-    for file, read in readers:
-        stock = file.read_bytes()
-        for _ in range(60):
-            changed = bytearray(stock)
-            for _ in range(drawn.choice([1, 1, 5])):
-                # Most of what can go wrong is in a file's first bytes.
-                at = drawn.randrange(min(len(changed), drawn.choice([400, len(changed)])))
-                changed[at] = drawn.randrange(256)
-            file.write_bytes(changed[: drawn.choice([None, None, drawn.randrange(len(changed))])])
-            refusals += refusal(read, str(file))
-        file.write_bytes(stock)
-    assert 40 < refusals < 180
-    assert tune(out).exit_code == 1
-    assert (work / "report.json").exists()
 
 
 def test_a_write_that_fails_leaves_the_file_as_it_was(
