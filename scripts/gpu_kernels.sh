@@ -38,7 +38,7 @@ if has xdist; then workers=(-n $(($(nproc) < 16 ? ($(nproc) + 1) / 2 : 8)) --dis
 # file that cannot be imported leaves the others their turn, and on SIGINT pytest writes what it knows.
 timeout -s INT -k 20 220 "$python" -m pytest -q -o addopts= -p no:cacheprovider "${workers[@]}" \
     --continue-on-collection-errors --junitxml "$out/kernels-checks.xml" \
-    tests/kernels/device/check_*.py 2>&1 |
+    tests/kernels/device/check_*.py tests/kernels/test_xformers_attention.py 2>&1 |
     tee "$out/kernels-checks.txt" | tail -40
 checks=${PIPESTATUS[0]}
 

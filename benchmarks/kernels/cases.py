@@ -39,6 +39,7 @@ class Runner:
     launch: Launch
     plan: Callable[[], None] | None = None
     exact: bool = True  # gives tree attention, not a baseline of another meaning
+    captured: bool = True
 
 
 class UnavailableError(RuntimeError):
@@ -211,6 +212,16 @@ def flash_attention(b: Batch, module: str) -> Runner:
         )  # fmt: skip
 
     return Runner(launch, exact=False)
+
+
+def xformers(b: Batch) -> Runner:
+    if importlib.util.find_spec("xformers") is None:
+        raise UnavailableError("xformers is not installed")
+    from benchmarks.kernels import xformers_attention
+
+    return Runner(
+        lambda layer: xformers_attention.tree_attention(*b.arguments(layer), SCALE), captured=False
+    )
 
 
 @functools.cache

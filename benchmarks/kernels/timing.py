@@ -12,7 +12,7 @@ import torch
 
 from dyntree_plugin.provenance import provenance as of_result
 
-PACKAGES = ("torch", "triton", "flashinfer-python", "vllm", "numpy")
+PACKAGES = ("torch", "triton", "flashinfer-python", "vllm", "xformers", "numpy")
 
 
 def events_microseconds(run: Callable[[], object], repeats: int) -> float:
