@@ -18,12 +18,11 @@ def committer(layers: Collection[Any], requests: int) -> Callable[[Accepted, tor
     whose state the forward has advanced; the number of the forward, negative without drafts; and
     `ends` and `end_slots` as in `Commit`.
     """
-    (prepared,) = {layer.prepared for layer in layers}
+    each = [*layers]
+    advance = each[0].together(each)
 
     def keep(accepted: Accepted, places: torch.Tensor) -> None:
-        given = prepared(_commit(accepted, places, requests), places[0, 1])
-        for layer in layers if given else ():
-            layer.advance(*given)
+        advance(_commit(accepted, places, requests), places[0, 1])
 
     return keep
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,12 @@ from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from dyntree_kernels.cuda.recurrence import TreeRows, convolve, gated_delta_rule, state_space
-from dyntree_kernels.cuda.state_commits import advance_delta_rule, advance_state_space, keep_history
+from dyntree_kernels.cuda.state_commits import (
+    Layers,
+    advance_delta_rule,
+    advance_state_space,
+    keep_history,
+)
 from dyntree_kernels.recurrence import Commit
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.metadata import TreeMask
@@ -121,7 +126,13 @@ class OnCUDA(WithStates):
     ) -> None:
         """Run what was convolved [T, C] and gates [T, G] through the recurrence."""
 
-    def keep(self, commit: Commit, mixed: torch.Tensor, gates: torch.Tensor) -> None:
+    @property
+    def committed(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of a commit of the recurrence's states, as `advance_states` takes them."""
+        return ()
+
+    @staticmethod
+    def advance_states(accepted: Commit, layers: Layers) -> None:
         """Advance the recurrence's states."""
 
     def through(
@@ -135,13 +146,17 @@ class OnCUDA(WithStates):
             torch.cat([*gates], dim=1, out=self._gates[:rows])
             self.recur(trees, mixed, self._gates[:rows], out)
 
-    @staticmethod
-    def prepared(commit: Commit, number: torch.Tensor) -> tuple[Commit]:
-        return (commit,)
+    @classmethod
+    def together(cls, layers: Sequence[Any]) -> Callable[[Commit, torch.Tensor], None]:
+        histories = Layers.of([(each._raw, each.history) for each in layers])
+        states = Layers.of([each.committed for each in layers]) if layers[0].committed else None
 
-    def advance(self, commit: Commit) -> None:
-        self.keep(commit, self._mixed, self._gates)
-        keep_history(commit, self.history, self._raw)
+        def advance(commit: Commit, number: torch.Tensor) -> None:
+            if states is not None:
+                cls.advance_states(commit, states)
+            keep_history(commit, histories)
+
+        return advance
 
     def warm_up(self) -> None:
         device = self._raw.device
@@ -155,7 +170,7 @@ class OnCUDA(WithStates):
         if len(self._mixed):
             self.recur(trees, self._mixed, self._gates, torch.empty_like(self.outputs(self._mixed)))
         nothing = torch.zeros(1, self._columns, dtype=torch.int64, device=device)
-        self.advance(Commit(slots, nothing, slots, slots, slots))
+        self.together([self])(Commit(slots, nothing, slots, slots, slots), slots)
 
 
 class TreeMambaMixer2(OnCUDA, Mamba2Rows, MambaMixer2):
@@ -179,9 +194,12 @@ class TreeMambaMixer2(OnCUDA, Mamba2Rows, MambaMixer2):
         given = x, gates, self.A, b, c, self.D, self.dt_bias
         state_space(trees, self.kv_cache[1], *given, out)
 
-    def keep(self, commit: Commit, mixed: torch.Tensor, gates: torch.Tensor) -> None:
-        x, b, _ = self.split(mixed)
-        advance_state_space(commit, self.kv_cache[1], x, gates, self.A, b, self.dt_bias)
+    advance_states = staticmethod(advance_state_space)
+
+    @property
+    def committed(self) -> tuple[torch.Tensor, ...]:
+        x, b, _ = self.split(self._mixed)
+        return x, self._gates, b, self.kv_cache[1], self.A, self.dt_bias
 
 
 class TreeShortConv(OnCUDA, ShortConvRows, ShortConv):
@@ -230,6 +248,9 @@ class TreeGatedDeltaNet(OnCUDA, DeltaNetRows, QwenGatedDeltaNetAttention):
         (q, k, v), (a, b) = self.split(mixed), gates.chunk(2, dim=1)
         gated_delta_rule(trees, self.states, q, k, v, a, b, self.A_log, self.dt_bias, out)
 
-    def keep(self, commit: Commit, mixed: torch.Tensor, gates: torch.Tensor) -> None:
-        (_, k, v), (a, b) = self.split(mixed), gates.chunk(2, dim=1)
-        advance_delta_rule(commit, self.states, k, v, a, b, self.A_log, self.dt_bias)
+    advance_states = staticmethod(advance_delta_rule)
+
+    @property
+    def committed(self) -> tuple[torch.Tensor, ...]:
+        (_, k, v), (a, b) = self.split(self._mixed), self._gates.chunk(2, dim=1)
+        return k, v, a, b, self.states, self.A_log, self.dt_bias

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -56,14 +56,20 @@ class OnCPU(WithStates):
         self._read.append((drafted.number, read))
         out[:] = drafted.trees(self.layer, *read)
 
-    @staticmethod
-    def prepared(commit: Commit, number: torch.Tensor) -> tuple[PathCommit, int] | None:
-        forward = int(number)  # sync: host memory
-        if forward < 0:
-            return None
-        return PathCommit(commit), forward  # sync: host memory
+    @classmethod
+    def together(cls, layers: Sequence[Any]) -> Callable[[Commit, torch.Tensor], None]:
+        def advance(commit: Commit, number: torch.Tensor) -> None:
+            forward = int(number)  # sync: host memory
+            if forward < 0:
+                return
+            path = PathCommit(commit)  # sync: host memory
+            for layer in layers:
+                layer.advance(path, forward)
+
+        return advance
 
     def advance(self, commit: PathCommit, number: int) -> None:
+        """Advance the states along accepted paths of the forward of this ``number``."""
         commit(self.layer, *dict(self._read)[number], self.kv_cache)
 
     def convolve(self, windows: torch.Tensor, weight: Any, bias: Any, activation: Any) -> Any:

@@ -85,14 +85,10 @@ class WithStates:
     def warm_up(self) -> None:
         """Compile what the forward runs; the caches are there."""
 
-    @staticmethod
-    def prepared(commit: Commit, number: torch.Tensor) -> tuple[Any, ...] | None:
-        """Return what `advance` takes for accepted paths of the forward of this ``number`` [], or
-        None for no paths."""
-        raise NotImplementedError
-
-    def advance(self, *prepared: Any) -> None:
-        """Advance the states along accepted paths of a forward."""
+    @classmethod
+    def together(cls, layers: Sequence[Any]) -> Callable[[Commit, torch.Tensor], None]:
+        """Return what advances the states of one group's layers along accepted paths of a forward;
+        it takes the forward's number [] as well, negative for no paths."""
         raise NotImplementedError
 
 

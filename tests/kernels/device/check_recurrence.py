@@ -13,7 +13,12 @@ from tree_shapes import chain, random_tree, star
 
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
 from dyntree_kernels.cuda.recurrence import TreeRows, convolve, gated_delta_rule, state_space
-from dyntree_kernels.cuda.state_commits import advance_delta_rule, advance_state_space, keep_history
+from dyntree_kernels.cuda.state_commits import (
+    Layers,
+    advance_delta_rule,
+    advance_state_space,
+    keep_history,
+)
 from dyntree_kernels.recurrence import Chunk, Commit, committed, inputs, tree_chunk
 
 ON_GPU = DEVICE.type == "cuda"
@@ -77,7 +82,11 @@ class Space(NamedTuple):
         return out
 
     def advance(self, accepted: Commit) -> None:
-        advance_state_space(accepted, self.states, self.x, self.dt, self.a, self.b, self.dt_bias)
+        advance_state_space(accepted, Layers.of([self.committed]))
+
+    @property
+    def committed(self) -> tuple[torch.Tensor, ...]:
+        return self.x, self.dt, self.b, self.states, self.a, self.dt_bias
 
     def expected(self, at: slice, slot: int, seen: torch.Tensor) -> Any:
         step = torch.nn.functional.softplus((self.dt + self.dt_bias)[at].double()).T
@@ -123,9 +132,11 @@ class Delta(NamedTuple):
         return out
 
     def advance(self, accepted: Commit) -> None:
-        advance_delta_rule(
-            accepted, self.states, self.k, self.v, self.a, self.b, self.a_log, self.dt_bias
-        )
+        advance_delta_rule(accepted, Layers.of([self.committed]))
+
+    @property
+    def committed(self) -> tuple[torch.Tensor, ...]:
+        return self.k, self.v, self.a, self.b, self.states, self.a_log, self.dt_bias
 
     def expected(self, at: slice, slot: int, seen: torch.Tensor) -> Any:
         log = -self.a_log.double().exp() * torch.nn.functional.softplus(
@@ -264,8 +275,36 @@ def test_histories_end_with_the_inputs_of_the_path() -> None:
     ended = Commit(*(each[[0, 3]] for each in commit))
     until = ended._replace(lengths=ended.ends)
     right[ended.end_slots] = inputs(until.taps(3), raw, history, ended.slots)
-    keep_history(commit, history, raw)
+    keep_history(commit, Layers.of([(raw, history)]))
     assert torch.equal(history, right)
+
+
+@LAYERS
+def test_one_launch_advances_every_layer_by_its_inputs(kind: Any) -> None:
+    commit = accepted(batch(SHAPES["a word"]).rows)
+    layers = [kind.make(64, torch.float32) for _ in range(3)]
+    for number, layer in enumerate(layers):
+        for each in layer[1:]:
+            each.mul_(1 + number)
+    alone = [layer._replace(states=layer.states.clone()) for layer in layers]
+    for layer in alone:
+        layer.advance(commit)
+    advance = advance_state_space if kind is Space else advance_delta_rule
+    advance(commit, Layers.of([layer.committed for layer in layers]))
+    for layer, right in zip(layers, alone, strict=True):
+        assert torch.equal(layer.states, right.states)
+    assert not torch.equal(layers[0].states, layers[1].states)
+
+
+def test_one_launch_keeps_the_history_of_every_layer() -> None:
+    commit = accepted(batch(SHAPES["a word"]).rows)
+    layers = [(draw(64, 150, seed=n), draw(7, 3, 150, seed=9 + n)) for n in range(3)]
+    alone = [(raw, history.clone()) for raw, history in layers]
+    for each in alone:
+        keep_history(commit, Layers.of([each]))
+    keep_history(commit, Layers.of(layers))
+    for (_, history), (_, right) in zip(layers, alone, strict=True):
+        assert torch.equal(history, right)
 
 
 @LAYERS

@@ -17,8 +17,11 @@ if DEVICE.type == "cuda":
 pytest.importorskip("numba")
 pytest.importorskip("vllm.v1.worker.cpu.shm", exc_type=ImportError)  # patches torch.cuda
 
+from launches import Launches
 from state_layers import HEADS, PREFIX, SIZE, delta_net, mamba2
+from torch.utils._python_dispatch import _disable_current_modes
 from tree_shapes import random_tree
+from triton.runtime.interpreter import InterpretedFunction
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -167,13 +170,68 @@ def test_steps_give_the_outputs_and_the_states_of_a_cpu(name: str, make: Any, ru
 @pytest.mark.parametrize("broken", ["dropped", "doubled"])
 def test_a_broken_commit_is_seen(name: str, make: Any, run: Any, broken: str) -> None:
     cpu, cuda = made(name, make)
-    stock = type(cuda.layer).advance
+    stock = type(cuda.layer).together
 
-    def advance(layer: Any, commit: Any) -> None:
-        for _ in range(2 if broken == "doubled" else 0):
-            stock(layer, commit)
+    def together(given: Any) -> Any:
+        def advance(*commit: Any) -> None:
+            for _ in range(2 if broken == "doubled" else 0):
+                stock(given)(*commit)
 
-    with mock.patch.object(type(cuda.layer), "advance", advance):
+        return advance
+
+    with mock.patch.object(type(cuda.layer), "together", staticmethod(together)):
         step(cuda, 0, run)
     step(cpu, 0, run)
     assert not torch.allclose(step(cpu, 1, run), step(cuda, 1, run), rtol=1e-3, atol=1e-3)
+
+
+@contextmanager
+def counted() -> Iterator[Launches]:
+    """Count operations of torch and launches of Triton's interpreter."""
+    launches, stock = Launches("cpu"), InterpretedFunction.run
+
+    def run(kernel: Any, *given: Any, **options: Any) -> None:
+        launches.add()
+        with _disable_current_modes():
+            stock(kernel, *given, **options)
+
+    with mock.patch.object(InterpretedFunction, "run", run), launches:
+        yield launches
+
+
+def of_a_commit(of: Device, count: int) -> int:
+    """Return the launches of a commit in so many layers."""
+    accepted = Accepted(torch.tensor([[0]]), torch.tensor([0]), torch.tensor([0]))
+    keep = committer([of.layer] * count, REQUESTS)
+    with counted() as launches:
+        keep(accepted, of.builder.kept)
+    return launches.counts.total()
+
+
+@KINDS
+def test_launches_are_few(name: str, make: Any, run: Any) -> None:
+    """A tree takes three in a layer, and a commit as many in four layers as in one.
+
+    Control: committed one by one, four layers take more.
+    """
+    _, cuda = made(name, make)
+    stock, of_trees = type(cuda.layer).through, []
+
+    def through(*given: Any) -> None:
+        with counted() as launches:
+            stock(*given)
+        of_trees.append(launches.counts.total())
+
+    with mock.patch.object(type(cuda.layer), "through", through):
+        step(cuda, 0, run)
+    assert of_trees == [3]
+    together, each = (of_a_commit(cuda, count) for count in (4, 1))
+    assert together == each
+    grouped = type(cuda.layer).together
+
+    def one_by_one(layers: Any) -> Any:
+        kept = [grouped([layer]) for layer in layers]
+        return lambda *commit: [keep(*commit) for keep in kept]
+
+    with mock.patch.object(type(cuda.layer), "together", staticmethod(one_by_one)):
+        assert of_a_commit(cuda, 4) - each == 3 * 2
