@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from dyntree_kernels.ancestors import pack_bits
@@ -34,6 +35,10 @@ class Builder(WithDraftsOnCUDA, StockBuilder):
     pass
 
 
+class Mamba2Builder(WithDraftsOnCUDA, Mamba2AttentionMetadataBuilder):
+    pass
+
+
 @pytest.fixture
 def states() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(9, 2, 5), torch.ones(9, 3, 4)
@@ -44,18 +49,32 @@ def builder(states: tuple[torch.Tensor, ...]) -> Builder:
     return builder_of(states, None, "none")
 
 
-def builder_of(states: tuple[torch.Tensor, ...], spec: Any, cache_mode: str) -> Builder:
-    speculation: Any = SimpleNamespace(method="draft_model", num_speculative_tokens=NODES)
+def builder_of(
+    states: tuple[torch.Tensor, ...], spec: Any, cache_mode: str, kind: type = Builder
+) -> Any:
+    speculation: Any = SimpleNamespace(
+        method="draft_model", num_speculative_tokens=NODES, use_eagle_block_drop=lambda: False
+    )
     mark_as_tree(speculation, DynTreeOptions().plan_for(speculation))
     config: Any = SimpleNamespace(
         speculative_config=speculation,
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
-        cache_config=SimpleNamespace(mamba_cache_mode=cache_mode),
-        compilation_config=SimpleNamespace(
-            static_forward_context={"layer": SimpleNamespace(kv_cache=states)}
+        cache_config=SimpleNamespace(
+            mamba_cache_mode=cache_mode,
+            use_replayssm=False,
+            replayssm_buffer_len=0,
+            hash_block_size=12,
+            cache_hit_alignment_tokens=12,
         ),
+        compilation_config=SimpleNamespace(
+            static_forward_context={"layer": SimpleNamespace(kv_cache=states)},
+            max_cudagraph_capture_size=None,
+        ),
+        num_speculative_tokens=0,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        model_config=SimpleNamespace(get_mamba_chunk_size=lambda: 8),
     )
-    return Builder(spec, ["layer"], config, torch.device("cpu"))
+    return kind(spec, ["layer"], config, torch.device("cpu"))
 
 
 def batch(*rows: int, padding: int = 0, computed: int = 20) -> CommonAttentionMetadata:
@@ -76,6 +95,7 @@ def batch(*rows: int, padding: int = 0, computed: int = 20) -> CommonAttentionMe
         block_table_tensor=slots[:, None].int(),
         slot_mapping=torch.zeros(sum(rows) + padding * max(rows), dtype=torch.int64),
         seq_lens_cpu_upper_bound=seq_lens,
+        is_prefilling=lengths > COLUMNS,
     )
 
 
@@ -119,6 +139,28 @@ def test_a_cached_block_gets_the_state_of_its_end(
     assert builder.kept[:2, 2].tolist() == ends
     crossing = ends[0] != NOT_KEPT
     assert not crossing or builder.kept[:2, 3].tolist() == [5, 50]
+
+
+def test_a_prompt_beside_trees_keeps_the_state_where_its_last_block_ends(
+    states: tuple[torch.Tensor, ...],
+) -> None:
+    """vLLM's layer stores it within the prompt's forward."""
+    spec = MambaSpec(
+        block_size=12,
+        shapes=(),
+        dtypes=(),
+        mamba_cache_mode="align",
+        num_prefill_checkpoint_blocks=1,
+        prefill_checkpoint_alignment=1,
+    )
+    table = torch.tensor([[4, 5, 6], [40, 50, 60]], dtype=torch.int32)
+    prompt = batch(30, computed=0).replace(block_table_tensor=table[1:])
+    mixed = batch(COLUMNS, 30, computed=0).replace(block_table_tensor=table)
+    builder = builder_of(states, spec, "align", Mamba2Builder)
+    alone = builder.build(0, prompt).checkpoint_meta
+    beside = builder.build(0, mixed, tree_mask=mask(1, has_plain=True)).rest.checkpoint_meta
+    for found in (alone, beside):
+        assert (found.offsets, found.state_indices.tolist()) == ([24], [50])
 
 
 def test_rows_without_drafts_are_a_batch_of_vllms(builder: Builder) -> None:
