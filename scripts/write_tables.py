@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_states
-from benchmarks.acceptance import report
+from benchmarks.acceptance import bound, report
 from dyntree_plugin.commands.bench import table
 from dyntree_plugin.commands.bench.results import Result, read
 from dyntree_plugin.commands.bench.summary import Row, rows
@@ -252,6 +252,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "acceptance": lambda: _acceptance("acceptance-cpu"),
     "acceptance_64": _acceptance_of_64,
     "drawn_trees": lambda: report.drawn_markdown([_result(f"{name}-cpu") for name in DRAWN]),
+    "bound": lambda: bound.table(_result("bound-cpu")["bounds"]),
     "posterior": lambda: report.posterior_markdown(_result("posterior-cpu")),
     "sources": _of_sources,
     **{f"sources_{name}": partial(_acceptance, f"sources-{name}-cpu") for name in SOURCES},

@@ -194,15 +194,20 @@ def _mean(values: torch.Tensor) -> list[float]:
     return [float(values.mean()), float(values.std() / math.sqrt(len(values)))]
 
 
-def table(found: dict[str, Any]) -> str:
-    """Return the bound at some budgets, between the points that were fitted."""
-    spent, emitted, errors = np.array(found["points"]).T
-    best = {n: max(c[0] for k, c in found["block_chains"].items() if int(k) <= n) for n in BUDGETS}
-    lines = [f"temperature {found['temperature']:g}: nodes, bound, block chain, ratio"]
-    for n in BUDGETS:
-        most = np.interp(math.log(n), np.log(spent), emitted)
-        error = np.interp(math.log(n), np.log(spent), errors)
-        lines.append(f"{n:4d} {most:6.2f} ± {error:.2f} {best[n]:6.2f} {most / best[n]:6.2f}")
+def table(bounds: list[dict[str, Any]]) -> str:
+    """Return the bound at some budgets, between the points that were fitted, in Markdown."""
+    lines = ["| temperature | nodes | bound | best block chain | bound / chain |"]
+    lines.append("|---:" * 5 + "|")
+    for found in bounds:
+        spent, emitted, errors = np.array(found["points"]).T
+        for n in BUDGETS:
+            most, error = (np.interp(math.log(n), np.log(spent), y) for y in (emitted, errors))
+            chains = [own for length, own in found["block_chains"].items() if int(length) <= n]
+            best, spread = max(chains)
+            lines.append(
+                f"| {found['temperature']:g} | {n} | {most:.2f} ± {error:.2f} | {best:.2f} ± "
+                f"{spread:.2f} | {most / best:.2f} |"
+            )
     return "\n".join(lines)
 
 
@@ -216,7 +221,7 @@ def main() -> None:
     pair = Pair(models[0], models[1:], AutoTokenizer.from_pretrained(embedded.paths()["target"]))
     prompts = pair.prompts(embedded.held_out_prompts(given.prompts), 0)
     found = [bound(pair, prompts, temperature) for temperature in given.temperatures]
-    sys.stdout.write("\n".join(map(table, found)) + "\n")
+    sys.stdout.write(table(found) + "\n")
     if given.output:
         value = {"provenance": provenance(), "prompts": given.prompts, "bounds": found}
         given.output.write_text(json.dumps(value, indent=1) + "\n")
