@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm import envs
+from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -43,7 +44,8 @@ def log_backend(vllm_config: VllmConfig) -> None:
         use_mm_prefix=model.is_mm_prefix_lm,
         use_batch_invariant=envs.VLLM_BATCH_INVARIANT,
     )
-    valid, _ = platform.get_valid_backends(platform.get_device_capability(), wanted)
+    with set_current_vllm_config(vllm_config):  # some backends of latent attention read it
+        valid, _ = platform.get_valid_backends(platform.get_device_capability(), wanted)
     first = min(valid, key=lambda each: each.priority, default=None)
     if first is not None and first.backend is not chosen:
         logger.info_once(

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from vllm.config import AttentionConfig
+from vllm.config import AttentionConfig, get_current_vllm_config
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
@@ -25,10 +25,11 @@ Load = Callable[..., list[tuple[str, ...]]]
 
 
 class AnyBackend:
-    """An attention backend that serves every configuration."""
+    """An attention backend that serves every configuration, and asks for it as FLASHINFER_MLA."""
 
     @staticmethod
     def validate_configuration(**_: Any) -> list[str]:
+        get_current_vllm_config()
         return []
 
 
