@@ -49,6 +49,9 @@ class WithDrafts:
         self.supports_update_block_table = False
         # vLLM would fill it with slots of the whole batch, of which `rest` is a part.
         vars(self).pop("mamba_aligned_state_indices", None)
+        if (slots := vars(self).get("state_indices_tensor_d")) is not None:
+            # With other strides in graphs, kernels would be compiled again within a request.
+            self.state_indices_tensor_d = slots[:, :1].contiguous()
         self._spec, self._cache_mode = spec, vllm_config.cache_config.mamba_cache_mode
         requests = vllm_config.scheduler_config.max_num_seqs
         self._forwards = 0

@@ -25,6 +25,7 @@ COLUMNS = NODES + 1
 class StockBuilder:
     def __init__(self, *_: Any) -> None:
         self.built: list[CommonAttentionMetadata] = []
+        self.state_indices_tensor_d = torch.zeros(REQUESTS, COLUMNS)
 
     def build(self, prefix: int, common: CommonAttentionMetadata) -> str:
         self.built.append(common)
@@ -175,6 +176,12 @@ def test_without_drafts_nothing_is_kept(builder: Builder, rows: tuple[int, ...])
     builder.build(0, batch(COLUMNS), tree_mask=mask(1))
     assert builder.build(0, batch(*rows)) == "stock"
     assert builder.kept.eq(NOT_KEPT).all()
+
+
+def test_graphs_and_other_steps_of_plain_decoding_have_slots_of_one_shape(builder: Builder) -> None:
+    in_graphs, others = builder.state_indices_tensor_d, batch(1, 1).block_table_tensor
+    assert in_graphs.shape[1:] == others.shape[1:]
+    assert in_graphs.stride() == others.stride()
 
 
 @pytest.mark.parametrize(("computed", "kept"), [(0, 0.0), (20, 1.0)])
