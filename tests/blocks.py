@@ -13,6 +13,8 @@ LENGTH = 5
 LAYERS = 2
 TARGET_LAYERS = (0, 2, 4)
 RANK = 8
+WINDOW = 20
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def random_block(
@@ -20,6 +22,7 @@ def random_block(
     seed: int = 0,
     *,
     of_parent: bool = False,
+    laguna: bool = False,
     model: Path | None = None,
     layers: tuple[int, ...] = TARGET_LAYERS,
 ) -> Path:
@@ -28,6 +31,7 @@ def random_block(
     Its embedding and its output layer are the target's: the one in the folder ``model``, or the
     embedded one. ``layers``: those of the target whose states it reads. ``of_parent``: logits
     depend on the token before, too, and the root proposes the first token, as in DSpark.
+    ``laguna``: a layer sees in a window, in order, and its heads have gates, as in Laguna's drafts.
     """
     target = json.loads((model / "config.json").read_text()) if model else target_config()
     hidden, inner, size = target["hidden_size"], target["intermediate_size"], target["head_dim"]
@@ -73,6 +77,16 @@ def random_block(
             f"markov_head.markov_w{number}.weight": 4 * draw(target["vocab_size"], RANK)
             for number in (1, 2)
         }
+    if laguna:
+        own |= {"architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna"}
+        own |= {"sliding_window": WINDOW, "layer_types": ["sliding_attention"] * LAYERS}
+        own |= {"mlp_layer_types": ["dense"] * LAYERS, "rope_parameters": ROPE}
+        weights |= {f"aux_hidden_norms.{n}.weight": norm(hidden) for n in range(len(layers))}
+        for number in range(LAYERS):
+            name = f"layers.{number}.self_attn"
+            parts = [weights.pop(f"{name}.{kind}_proj.weight") for kind in "qkv"]
+            weights[f"{name}.qkv_proj.weight"] = torch.cat(parts)
+            weights[f"{name}.g_proj.weight"] = draw(target["num_attention_heads"], hidden)
     return write_head(folder, weights, own, dtype=torch.float32)
 
 
@@ -86,12 +100,16 @@ class PlainBlock(PlainHead):
         """Return the logits [V] after ``text`` and the nodes of ``path``.
 
         The target has read all of the text but its last token. ``causal``: a place of the block
-        sees those before it alone. ``stale``: tokens at the end of the context that are missing.
+        sees those before it alone; of Laguna's, all. ``stale``: tokens at the end of the context
+        that are missing.
         """
+        laguna = self._config["model_type"] == "laguna"
         ids = torch.tensor([text[:-1]])
         layers = self.target.model(input_ids=ids, output_hidden_states=True)
         own = self._config["dflash_config"]
         states = [self._stream(layers, ids, number + 1) for number in own["target_layer_ids"]]
+        if laguna:
+            states = [self._norm(x, f"aux_hidden_norms.{n}") for n, x in enumerate(states)]
         context = self._norm(torch.cat(states, dim=-1) @ self._weight("fc").T, "hidden_norm")
         kept = len(context) - stale
         first = 0 if "markov_rank" in self._config else 1  # row that gives the first token
@@ -101,7 +119,11 @@ class PlainBlock(PlainHead):
         for number in range(LAYERS):
             name = f"layers.{number}."
             normed = self._norm(rows, f"{name}input_layernorm")
-            rows = rows + self._block_attention(context[:kept], len(context), normed, name, causal)
+            read = self._norm(context, f"{name}input_layernorm") if laguna else context
+            causal_here = causal != laguna
+            rows = rows + self._block_attention(
+                read[:kept], len(context), normed, name, causal_here
+            )
             normed = self._norm(rows, f"{name}post_attention_layernorm")
             gate, up = (
                 normed @ self._weight(f"{name}mlp.{each}_proj").T for each in ("gate", "up")
@@ -119,9 +141,17 @@ class PlainBlock(PlainHead):
     ) -> torch.Tensor:
         """Attend from the ``rows`` of a block at ``root`` to themselves and the ``context``."""
 
+        laguna = self._config["model_type"] == "laguna"
+        if laguna:
+            of = [self._config[f"num_{each}_heads"] for each in ("attention", *["key_value"] * 2)]
+            fused = self._weight(f"{name}self_attn.qkv_proj")
+            split = fused.split([each * self._config["head_dim"] for each in of])
+        else:
+            split = tuple(self._weight(f"{name}self_attn.{kind}_proj") for kind in "qkv")
+        parts = dict(zip("qkv", split, strict=True))
+
         def heads(rows: torch.Tensor, kind: str, first: int) -> torch.Tensor:
-            found = rows @ self._weight(f"{name}self_attn.{kind}_proj").T
-            found = found.unflatten(1, (-1, self._config["head_dim"]))
+            found = (rows @ parts[kind].T).unflatten(1, (-1, self._config["head_dim"]))
             if kind != "v":
                 found = self._norm(found, f"{name}self_attn.{kind}_norm")
             found = found.transpose(0, 1)
@@ -136,7 +166,14 @@ class PlainBlock(PlainHead):
         seen = torch.ones(len(rows), keys.shape[1], dtype=torch.bool)
         if causal:
             seen = seen.tril(len(context))
+        if laguna:
+            places = root + torch.arange(len(rows))
+            at = torch.cat([torch.arange(len(context)), places])
+            seen &= at > places[:, None] - self._config["sliding_window"]
         found = torch.nn.functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=seen
         )
+        if laguna:
+            gates = torch.nn.functional.softplus(rows @ self._weight(f"{name}self_attn.g_proj").T)
+            found = found * gates.T[:, :, None]
         return found.transpose(0, 1).flatten(1) @ self._weight(f"{name}self_attn.o_proj").T

@@ -99,6 +99,8 @@ WINDOWED: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {**_WINDOWS, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
     "mistral": {"num_hidden_layers": 3, "sliding_window": 16},
+    # vLLM's router for a CPU has no experts of this class.
+    "laguna": {**_WINDOWS, "mlp_layer_types": ["dense"] * 4},
     "gpt_oss": {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma4_text": {
         **_GEMMA4,
@@ -109,8 +111,8 @@ WINDOWED: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 1024,
     },
 }
-"""Windows and caps, windows, windows in all layers, windows and sinks, windows and layers that read
-the cache of another; by vLLM's model types."""
+"""Windows and caps, windows, windows in all layers, windows and gates, windows and sinks, windows
+and layers that read the cache of another; by vLLM's model types."""
 
 MODULES: dict[str, tuple[str, str, tuple[str, ...], float]] = {
     "nemotron_h": ("backbone.layers.1.", "layers.0.eh_proj",

@@ -8,7 +8,7 @@ from dyntree_plugin.admission.refusals import Refusal, dtype_of
 from dyntree_plugin.admission.uncompared import Targets
 from dyntree_plugin.options.methods import BLOCKS
 
-MODELS = ("DFlashDraftModel", "Qwen3DSparkModel")
+MODELS = ("DFlashDraftModel", "Qwen3DSparkModel", "DFlashLagunaForCausalLM")
 """vLLM's names of the models whose blocks grow trees."""
 
 _BLOCK = Targets(
@@ -19,8 +19,13 @@ _BLOCK = Targets(
 
 
 def _windows(speculation: Any) -> list[str]:
-    """Return the options of a block draft that give its layers windows."""
+    """Return the options of a block draft that give its layers windows.
+
+    Laguna's sees in windows whose edges follow the positions, as those of a node do.
+    """
     config = speculation.draft_model_config.hf_config
+    if MODELS[2] in speculation.draft_model_config.architectures:
+        return []
     layers = getattr(config, "layer_types", None) or ()
     own = getattr(config, "dflash_config", None) or {}
     found = {
@@ -63,7 +68,7 @@ BLOCK_DRAFT_REFUSALS = (
         "draft's architectures",
         lambda s: s.draft_model_config.architectures,
         lambda names: not {*names} & {*MODELS},
-        f"of block drafts, {' and '.join(MODELS)} alone grow trees yet; use such a draft, or "
+        f"of block drafts, {', '.join(MODELS)} alone grow trees yet; use such a draft, or "
         "vLLM without dyntree",
     ),
     Refusal(

@@ -98,7 +98,7 @@ class BlockSpeculator(TreeProposals, DraftModelSpeculator):
         self, states: torch.Tensor, positions: torch.Tensor, slots: dict[str, torch.Tensor] | None
     ) -> None:
         """Write keys and values; see `LoadedBlock`."""
-        names = self.model.get_draft_kv_cache_layer_names()
+        names = [layer.self_attn.attn.layer_name for layer in self.model.model.layers]
         of_layers = None if slots is None else [slots[name] for name in names]
         self.model.precompute_and_store_context_kv(states, positions, of_layers)
 

@@ -85,8 +85,9 @@ def _head(make: Callable[[Path], Path], method: str, folder: Path) -> Source:
 
 
 def _block(method: str, folder: Path) -> Source:
-    block = blocks.random_block(folder / "block", of_parent=method == "dspark")
-    arguments = workload.with_block(block, method, budget="fixed")
+    laguna, of_parent = method == "laguna", method == "dspark"
+    block = blocks.random_block(folder / "block", of_parent=of_parent, laguna=laguna)
+    arguments = workload.with_block(block, "dflash" if laguna else method, budget="fixed")
     return Source(arguments, [blocks.PlainBlock(block).logits])
 
 
@@ -136,8 +137,9 @@ SOURCES: dict[str, Callable[[Path], Source]] = {
     "Gemma-4's module": _gemma4,
     "dflash": partial(_block, "dflash"),
     "dspark": partial(_block, "dspark"),
+    "laguna": partial(_block, "laguna"),
 }
-SLOW = {"mirror", "EAGLE's first mirror", "dspark"}
+SLOW = {"mirror", "EAGLE's first mirror", "dspark", "laguna"}
 ALONE = [name for name in SOURCES if name not in ("EAGLE's first mirror", "MTP mirror")]
 OF_TARGET = ["pool", *(name for name in SOURCES if "mirror" in name or "head" in name)]
 """Sources of the embedded target."""
@@ -195,7 +197,7 @@ def test_every_row_says_what_the_draft_says_alone(name: str, spoken: Served) -> 
         [
             *(
                 (of, wrong)
-                for of in ("dflash", "dspark")
+                for of in ("dflash", "dspark", "laguna")
                 for wrong in ("deeper", "causal", "stale")
             ),
             ("Gemma-4's module", "advance"),

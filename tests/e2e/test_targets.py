@@ -90,7 +90,9 @@ def _split(trees: dict[str, Any], run: Run) -> Engines:
 
 def _block(model: Path, method: str) -> dict[str, Any]:
     folder, of_parent = model.with_name(f"{model.name} {method}"), method == "dspark"
-    block = random_block(folder, model=model, layers=(0, 1, 2), of_parent=of_parent)
+    block = random_block(
+        folder, model=model, layers=(0, 1, 2), of_parent=of_parent, laguna=model.name == "laguna"
+    )
     options = {"node_budget": NODES, "budget": "fixed", "lookup": "off"}
     return workload.with_block(block, method, **options) | {"model": str(model)}
 
@@ -284,6 +286,7 @@ KINDS = {
     "gpt_oss": Kind(_windows, ("draft", "look-up", "block"), ("one group", *_SPLIT)),
     "gemma3_text": Kind(_windows, slow=("draft", "look-up", "one group")),
     "mistral": Kind(_windows, slow=("draft", "look-up", "one group")),
+    "laguna": Kind(_windows, slow=("look-up", "block")),
     "gemma4_text": Kind(_shared_caches, ("look-up", "module")),
     "nemotron_h": Kind(
         _recurrent,

@@ -17,7 +17,7 @@ def features_of(layer: Any) -> LayerFeatures:
     quantised = layer.kv_cache_dtype not in UNQUANTISED
     return LayerFeatures(
         scale=impl.scale,
-        window=layer.sliding_window,
+        window=_window(layer),
         chunk=getattr(layer, "attention_chunk_size", None),
         soft_cap=getattr(impl, "logits_soft_cap", None) or None,  # 0 stands for none
         sinks=getattr(impl, "sinks", None),
@@ -26,6 +26,15 @@ def features_of(layer: Any) -> LayerFeatures:
         key_scale=layer._k_scale if quantised else None,
         value_scale=layer._v_scale if quantised else None,
     )
+
+
+def _window(layer: Any) -> int | None:
+    """Return the window of a layer; vLLM keeps the whole cache of some layers whose kernel has one,
+    as of Laguna's block drafts."""
+    window: Any = getattr(layer.impl, "sliding_window", None)
+    if isinstance(window, tuple):  # positions before a row's own, and after it
+        window = window[0] + 1
+    return layer.sliding_window or (window if window and window > 0 else None)
 
 
 def element_type(dtype: torch.dtype) -> torch.dtype:

@@ -144,6 +144,12 @@ def test_dspark_is_admitted_without_a_choice_of_candidates(build: Build, block: 
         build(**block("dspark", **of_qwen3, dspark_draft_topk=8))
 
 
+def test_the_windows_of_lagunas_drafts_are_admitted(build: Build, block: Arguments) -> None:
+    of_laguna = {"layer_types": ["sliding_attention"], "sliding_window": 32, "head_dim": 16}
+    of_laguna |= {"architectures": ["DFlashLagunaForCausalLM"], "use_sliding_window": True}
+    assert build(**block(**of_laguna)).num_speculative_tokens == 16
+
+
 def test_on_cuda_trees_are_admitted_and_called_unproven(build: Build, block: Arguments) -> None:
     admitted = changed(build(**block()), "scheduler_config.scheduler_cls", None)
     on_cuda = changed(admitted, "parallel_config.worker_cls", "auto")
