@@ -19,9 +19,9 @@ _BLOCK = Targets(
 
 
 def _windows(speculation: Any) -> list[str]:
-    """Return the options of a block draft that give its layers windows.
+    """Return the options of a block draft that give its layers windows that trees do not serve.
 
-    Laguna's sees in windows whose edges follow the positions, as those of a node do.
+    In Laguna's a place sees those before it alone, so that its depth gives the window's edge.
     """
     config = speculation.draft_model_config.hf_config
     if MODELS[2] in speculation.draft_model_config.architectures:
