@@ -98,9 +98,9 @@ class Composer:
         walk = SampledWalk(trees, ops.walk)
         if self.draws is None:
             return walk
-        if self.draws.trees and ops.decide_trees is not None:
+        if trees.plan.draws and ops.decide_trees is not None:
             return SamplesWalk(TreeSamples(trees, self.draws, ops.decide_trees), walk)
-        if trees.plan.draws:
+        if trees.plan.draws and ops.decide_blocks is not None:
             return SamplesWalk(ChainSamples(trees, self.draws, ops.decide_blocks), walk)
         return DrawnWalk(trees, self.draws, WalkedRows(trees, buffers, ops.perturb))
 

@@ -1,6 +1,8 @@
 """Verification of drawn chains as blocks: what its kernels share.
 
-`tree/block.py` of the plugin has the rule, and says where it comes from.
+Source: Sun et al., "Block Verification Accelerates Speculative Decoding" (arXiv 2403.10444),
+algorithm 2. The tokens of a chain are accepted together rather than one by one. On a chain it is
+traversal verification (`tree/traversal.py` of the plugin), by which CPUs verify chains, too.
 """
 
 from __future__ import annotations

@@ -196,7 +196,6 @@ def always_accepted(runner: Any) -> Iterator[None]:
 
     with (
         mock.patch.object(walk, "uniform", torch.zeros_like),
-        mock.patch.object(chain_samples, "uniform", torch.zeros_like),
         mock.patch.object(chain_samples, "DrawnTrees", offered_less),
     ):
         yield

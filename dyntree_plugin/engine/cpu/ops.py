@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -17,7 +15,6 @@ from dyntree_kernels.cpu.paths import KERNELS
 from dyntree_kernels.cpu.walk import walk
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.cpu.kinds import KINDS
-from dyntree_plugin.engine.papers.chain_samples import decide
 from dyntree_plugin.engine.step.clock import Clock, StageClock
 from dyntree_plugin.engine.step.ops import at_hand
 from dyntree_plugin.engine.step.place import place
@@ -34,7 +31,7 @@ class CPUOps:
     look_up = staticmethod(look_up)
     paths = KERNELS
     kinds = KINDS
-    decide_blocks = staticmethod(partial(decide, perturb=perturbed_logits))
+    decide_blocks = None
     decide_trees = staticmethod(decide_trees)
     send = staticmethod(at_hand)
 

@@ -126,8 +126,13 @@ def _warm_up(vllm_config: Any) -> None:
     beyond = any(features_of(layer).beyond - SCALES for layer in layers)
     of_caches = [element_type(layer.kv_cache_torch_dtype) for layer in layers]
     plan = tree_plan(vllm_config)
-    draws = plan is not None and plan.drawn_trees
-    warm_up(vllm_config.model_config.dtype, of_caches, beyond=beyond, draws=draws)
+    warm_up(
+        vllm_config.model_config.dtype,
+        of_caches,
+        beyond=beyond,
+        draws=plan is not None and plan.draws,
+        drawn_trees=plan is not None and plan.drawn_trees,
+    )
 
 
 def _least_of_ranks(numbers: list[int]) -> list[int]:

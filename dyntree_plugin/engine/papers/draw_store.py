@@ -33,9 +33,10 @@ class DrawStore:
         """Distributions that tokens were drawn from, float32 [slots, places, V]: by place in a
         chain, or by expansion of a tree. Places that a step does not reach hold earlier ones."""
         self.trees = trees
-        nodes = plan.shape.node_budget if trees else 0
-        self.origins = torch.zeros(slots, nodes, dtype=torch.int64, device=device)
-        """Expansions that the nodes of drawn trees were drawn in, int64 [slots, N]."""
+        place = torch.arange(plan.shape.node_budget, device=device).clamp(max=max(0, places - 1))
+        self.origins = place.repeat(slots, 1)
+        """Which of the distributions the nodes were drawn from, int64 [slots, N]: those of chains
+        in their order; growth says it of those of trees."""
 
     def put(self, slots: torch.Tensor, draws: Draws) -> None:
         """Store how the trees of R requests at ``slots`` int64 [R] were drawn."""

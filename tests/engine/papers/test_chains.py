@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -19,6 +20,8 @@ from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
+from reference.blocks_in_torch import Chains, Chances, decide  # noqa: E402
+
 from dyntree_kernels.blocks import DecideBlocks  # noqa: E402
 from dyntree_kernels.contracts import (  # noqa: E402
     BatchRows,
@@ -27,17 +30,18 @@ from dyntree_kernels.contracts import (  # noqa: E402
     Walked,
     room_for,
 )
+from dyntree_kernels.cpu.drawn import decide_trees  # noqa: E402
 from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
 from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
 from dyntree_kernels.cpu.walk import walk  # noqa: E402
+from dyntree_kernels.drawn import DrawnTrees  # noqa: E402
 from dyntree_plugin.engine.papers.chain_growth import ChainGrowth  # noqa: E402
-from dyntree_plugin.engine.papers.chain_samples import ChainSamples, SamplesWalk, decide  # noqa: E402
+from dyntree_plugin.engine.papers.chain_samples import ChainSamples, SamplesWalk, TreeSamples  # noqa: E402
 from dyntree_plugin.engine.papers.draw_store import DrawStore  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
 from dyntree_plugin.engine.step.sampled_walk import SampledWalk  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
-from dyntree_plugin.tree.block import Chains, Chances  # noqa: E402
 from dyntree_plugin.tree.budget.chains import Limits, level_counts  # noqa: E402
 from dyntree_plugin.tree.growth import GrowthConfig  # noqa: E402
 from dyntree_plugin.tree.plan import TreePlan  # noqa: E402
@@ -70,7 +74,7 @@ class Engine:
     """R requests, one step after another, with tables in place of models.
 
     ``compiled``: the growth. ``ends``: whether chains end early, at limits. ``peeks``: whether
-    they end by the tokens that they leave out.
+    they end by the tokens that they leave out. Chains are verified as on a CPU, or `as_blocks`.
     """
 
     temperatures: torch.Tensor
@@ -101,8 +105,7 @@ class Engine:
         kind = CompiledGrowth if self.compiled else None
         growth = growth_of(kind, self.trees, self.memory, self.estimate)
         self.growth: StepGrowth = ChainGrowth(growth, self.draws, perturbed_logits, self.memory)
-        decided = partial(decide, perturb=perturbed_logits)
-        self.samples = ChainSamples(self.trees, self.draws, decided)
+        self.samples = TreeSamples(self.trees, self.draws, decide_trees)
 
     def grow(self, last: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
         """Return the tokens of the trees below the tokens ``last`` at positions ``roots``."""
@@ -201,9 +204,33 @@ RUNS = 30_000
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def as_blocks(engine: Engine) -> Engine:
+    """Verify its chains by the rule of CUDA's kernels."""
+    decided = partial(decide, perturb=perturbed_logits)
+    engine.samples = ChainSamples(engine.trees, engine.draws, decided)
+    return engine
+
+
+def on_a_cpu(engine: Engine) -> Engine:
+    return engine
+
+
+@pytest.mark.parametrize("verified", [on_a_cpu, as_blocks])
 @pytest.mark.parametrize(("compiled", "ends"), [(True, True), (False, False)])
-def test_texts_follow_the_target_over_many_steps(compiled: bool, ends: bool) -> None:
-    assert p_value(Engine(torch.ones(RUNS), compiled, ends).texts()) > UNSUSPICIOUS
+def test_texts_follow_the_target_over_many_steps(
+    compiled: bool, ends: bool, verified: Callable[[Engine], Engine]
+) -> None:
+    engine = verified(Engine(torch.ones(RUNS), compiled, ends))
+    assert p_value(engine.texts()) > UNSUSPICIOUS
+
+
+def test_both_ways_accept_as_much_of_chains() -> None:
+    def mean_length(engine: Engine) -> float:
+        roots = torch.full((RUNS,), FIRST)
+        return float(engine.step(torch.zeros(RUNS).long(), roots)[1].double().mean())
+
+    ways = [mean_length(way(Engine(torch.ones(RUNS)))) for way in (on_a_cpu, as_blocks)]
+    assert abs(ways[0] - ways[1]) < 4 * DEPTH / RUNS**0.5
 
 
 def test_ends_that_depend_on_the_tokens_that_they_leave_out_are_noticed() -> None:
@@ -215,7 +242,16 @@ def test_a_chain_that_goes_on_from_the_target_instead_of_the_residual_is_noticed
         return self.target[torch.arange(len(lengths)), lengths]
 
     with mock.patch.object(Chains, "next_law", next_law):
-        assert p_value(Engine(torch.ones(RUNS)).texts()) < SURELY_BIASED
+        assert p_value(as_blocks(Engine(torch.ones(RUNS))).texts()) < SURELY_BIASED
+
+
+def test_a_chain_that_is_verified_by_another_law_than_that_of_its_draws_is_noticed() -> None:
+    def even(rows: BatchRows, logits: torch.Tensor, trees: DrawnTrees) -> None:
+        decide_trees(rows, logits, trees._replace(laws=torch.full_like(trees.laws, 1 / 3)))
+
+    engine = Engine(torch.ones(RUNS))
+    with mock.patch.object(engine.samples, "_decide", even):
+        assert p_value(engine.texts()) < SURELY_BIASED
 
 
 def noise_keys(engine: Engine) -> list[tuple[int, int]]:
@@ -238,13 +274,13 @@ def noise_keys(engine: Engine) -> list[tuple[int, int]]:
 
 def test_no_step_uses_the_noise_of_another_one() -> None:
     """What a step rejects tells of its noise, so the next one needs noise of its own."""
-    keys = noise_keys(Engine(torch.ones(40)))
+    keys = noise_keys(as_blocks(Engine(torch.ones(40))))
     assert len(keys) > 40 * 2 * (DEPTH + 2)
     assert len(set(keys)) == len(keys)
 
 
 def test_noise_that_two_steps_share_is_noticed() -> None:
-    engine = Engine(torch.ones(40))
+    engine = as_blocks(Engine(torch.ones(40)))
     step = engine.step
 
     def same_roots(last: torch.Tensor, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,8 @@ pytest.importorskip(
     "vllm.v1.worker.gpu", reason="it compares with a step of the engine", exc_type=ImportError
 )
 
-from dyntree_plugin.engine.papers import chain_samples
+from reference.blocks_in_torch import decide
+
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING
 
 NODES, LEAD, BLOCK = 6, 7, 128
@@ -96,7 +97,7 @@ class Case:
         if by_kernels:
             blocks.decide(rows, self.logits, self.chains)
         else:
-            chain_samples.decide(rows, self.logits, self.chains, perturbed_logits)
+            decide(rows, self.logits, self.chains, perturbed_logits)
         assert rows.forbidden is not None
         return rows.sampled, rows.forbidden
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from acceptance_models import CPU, VOCABULARY, in_rows, plain, some_prompts
+from reference.blocks_in_torch import Chains
 from transformers import PreTrainedModel
 
 from benchmarks.acceptance.drafting import Grown, Pick, Requests, grow
@@ -16,7 +17,6 @@ from benchmarks.acceptance.simulate import simulate
 from benchmarks.acceptance.texts import Prompts, logits_along, write
 from benchmarks.acceptance.verifying import Blocks, Replay, Verifier, Walk
 from dyntree_plugin.options.options import DynTreeOptions
-from dyntree_plugin.tree.block import Chains
 from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.match import match
 from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform

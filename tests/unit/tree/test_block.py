@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-
-from dyntree_plugin.tree.block import Chains, Chances
+from reference.blocks_in_torch import Chains, Chances
 
 VOCABULARY, DEPTH = 3, 3
 Prefix = tuple[int, ...]

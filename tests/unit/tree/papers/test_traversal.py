@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from exactness import Grown, Model, continued, distance
+from reference.blocks_in_torch import Chains
 from test_exactness import (
     ALL_MODELS,
     BIASED,
@@ -24,7 +25,6 @@ from test_exactness import (
 )
 
 from dyntree_plugin.tree import traversal
-from dyntree_plugin.tree.block import Chains
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.papers.without_replacement import next_draw_law
 from dyntree_plugin.tree.registry import plan_growth
