@@ -5,10 +5,13 @@
 #                       bf16 with one tree, and no speculation, vLLM's chains and the tree at two batches
 #            identity-bf16, identity-fp32
 #                       the same tokens as vLLM without trees, with controls
-#            tests      the tests for GPUs: no step waits for the device
-#            launches   what a decode step starts on the device, by function
+#            tests      the tests for GPUs: no step waits for the device; the tokens of a target with
+#                       Qwen3-Next's layers, without trees and with them
+#            launches   what a decode step starts on the device, by function; also with a target of
+#                       random weights and Qwen3-Next's layers, by trees and by vLLM's chain
 #            speed-1b   no speculation, vLLM's chains and trees, a target of Llama-3.2-1B's shape
 #            speed-8b   the same with the shape of Llama-3.1-8B, and no drawn chains: they have no room
+#            speed-hybrid   the same with Mamba-2 in most layers, of Granite-4.0-H-1B's shape
 #            offload    no speculation, a chain of 5 and a tree of 64, with all layers of a target of
 #                       Llama-3.1-8B's shape in the host's memory: 3 times 14 GB of it
 #   PYTHON   the Python to use; else .venv's, else python3
@@ -31,10 +34,10 @@ part=${PART:-}
 limit=${LIMIT:-480}
 case $part in
     first) limit=${LIMIT:-360} ;;
-    identity-bf16 | identity-fp32 | tests | launches | speed-1b | speed-8b | offload) ;;
+    identity-bf16 | identity-fp32 | tests | launches | speed-1b | speed-8b | speed-hybrid | offload) ;;
     *)
         echo "make gpu-e2e needs PART=first, identity-bf16, identity-fp32, tests, launches, speed-1b," \
-            "speed-8b or offload; it was '$part'" >&2
+            "speed-8b, speed-hybrid or offload; it was '$part'" >&2
         exit 2
         ;;
 esac
@@ -121,7 +124,7 @@ launches() {
     local file="$out/gpu-launches.txt" code=0
     if ! stands "$file"; then
         local config
-        for config in '{}' '{"head": true}'; do
+        for config in '{}' '{"head": true}' '{"hybrid": true}' '{"hybrid": true, "dyntree": null}'; do
             echo "== $config"
             with_tests timeout $((limit - SECONDS)) "$python" tests/engine/launches.py "$config" \
                 2>>"$scratch/launches.log" || code=$?
@@ -230,6 +233,7 @@ case $part in
     speed-1b) speed llama-1b $((3 << 29)) "${of_1b[@]}" "${loads[@]}" ;;
     # Each engine has 14 GB of weights and 4 GB of cache.
     speed-8b) speed llama-8b $((7 << 29)) "${of_8b[@]}" "${loads[@]}" ;;
+    speed-hybrid) speed granite-h-1b $((3 << 29)) "${of_1b[@]}" "${loads[@]}" ;;
     offload) offload ;;
 esac
 code=$?

@@ -125,17 +125,46 @@ of what joins a token's embedding and a hidden state, and the names and the valu
 
 
 def random_target(
-    folder: Path, kind: str, seed: int = 0, shape: Mapping[str, Any] | None = None
+    folder: Path,
+    kind: str,
+    seed: int = 0,
+    shape: Mapping[str, Any] | None = None,
+    **changes: Any,
 ) -> Path:
     """Write a target of a model type of transformers, and return its folder.
 
-    ``shape``: its configuration; that of a key of `RECURRENT` or `WINDOWED` without one.
+    ``shape``: its configuration; that of a key of `RECURRENT` or `WINDOWED`, with ``changes``,
+    without one.
     """
-    of_kind = shape or _COMMON | (RECURRENT | WINDOWED)[kind]
+    of_kind = shape or _COMMON | (RECURRENT | WINDOWED)[kind] | changes
     _write(folder, AutoConfig.for_model(kind, **of_kind, **_tokens()), seed)
     if kind in MODULES:
         add_module(folder / "model.safetensors", *MODULES[kind])
     return folder
+
+
+def qwen3_next_of_8_layers(folder: Path) -> Path:
+    """Write a target with the layers of Qwen3-Next-80B-A3B, 8 of 48, and with 16 of 512 experts;
+    return its folder."""
+    return random_target(
+        folder,
+        "qwen3_next",
+        hidden_size=2048,
+        num_hidden_layers=8,
+        layer_types=[*["linear_attention"] * 3, "full_attention"] * 2,
+        mlp_only_layers=[],
+        num_attention_heads=16,
+        head_dim=256,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        num_experts=16,
+        num_experts_per_tok=10,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        initializer_range=0.05,  # about the scale of the small targets at 16 times their width
+    )
 
 
 def gemma4_assistant(folder: Path, seed: int = 1) -> Path:
@@ -205,9 +234,10 @@ def add_module(
     block: str = "layers.0.",
 ) -> None:
     """Add a module that joins by half of the embedding and the hidden state."""
-    stored, size = load_file(file), _COMMON["hidden_size"]
+    stored = load_file(file)
     own = {f"{block}{name.removeprefix(layer)}": weight.clone()
            for name, weight in stored.items() if name.startswith(layer)}  # fmt: skip
+    size = max(len(weight) for name, weight in own.items() if "norm" in name)
     own[f"{joins}.weight"] = torch.eye(size).repeat(1, 2) / 2
     own |= {f"{name}.weight": torch.full((size,), of_norms) for name in norms}
     stored |= {f"{prefix}{name}": weight for name, weight in own.items()}

@@ -3,8 +3,9 @@
 
 It counts operations of torch and Triton, a graph's replay as one, and the operations within our
 graphs. Each may be a few launches. "llm" gives engine arguments. With "dyntree": null, it counts
-vLLM's own chain. With "head": true, a head of random weights drafts in place of a draft model; it
-needs tests/ in PYTHONPATH.
+vLLM's own chain. With "head": true, a head of random weights drafts in place of a draft model. With
+"hybrid": true, the target is `qwen3_next_of_8_layers`, and its module drafts. Both need tests/ in
+PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -179,6 +180,18 @@ def speculation(head: bool) -> dict[str, str]:
     return {"method": "eagle3", "model": str(random_head(folder))}
 
 
+def of_hybrid() -> dict[str, Any]:
+    """Return the target and what drafts for it."""
+    from random_targets import qwen3_next_of_8_layers
+
+    folder = Path(tempfile.mkdtemp(prefix="dyntree-hybrid-"))
+    model = str(qwen3_next_of_8_layers(folder))
+    return {
+        "model": model,
+        "speculative_config": {"method": "mtp", "model": model, "num_speculative_tokens": 16},
+    }
+
+
 def main(config: dict[str, Any]) -> None:
     from vllm import LLM
 
@@ -195,7 +208,7 @@ def main(config: dict[str, Any]) -> None:
             "num_speculative_tokens": config.get("nodes", 16),
         },
         "additional_config": {} if options is None else {"dyntree": options},
-    }
+    } | (of_hybrid() if config.get("hybrid") else {})
     with captured() as graphs:
         llm = LLM(**arguments | config.get("llm", {}))
     for name, counts in graphs.items():

@@ -14,7 +14,7 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PARTS = (
     *("first", "identity-bf16", "identity-fp32", "tests", "launches"),
-    *("speed-1b", "speed-8b", "offload"),
+    *("speed-1b", "speed-8b", "speed-hybrid", "offload"),
 )
 
 
