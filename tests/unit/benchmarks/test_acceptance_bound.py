@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
+from reference.blocks_in_torch import Chains
 
 from benchmarks.acceptance.bound import Paths, accepted, nodes
-from dyntree_plugin.tree.block import Chains
 
 VOCABULARY, DEPTH = 3, 3
 TEXTS = list(itertools.product(range(VOCABULARY), repeat=DEPTH))
