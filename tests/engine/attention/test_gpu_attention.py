@@ -91,7 +91,7 @@ class Impl(cuda_layers.TreeAttentionImpl, StockImpl):
 def engine(*, trees: bool) -> Any:
     speculation: Any = SimpleNamespace(method="draft_model", num_speculative_tokens=NODES)
     if trees:
-        mark_as_tree(speculation, DynTreeOptions().plan_for(speculation))
+        mark_as_tree(speculation, DynTreeOptions().resolve(NODES))
     return SimpleNamespace(
         speculative_config=speculation,
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=64),

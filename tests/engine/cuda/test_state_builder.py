@@ -56,7 +56,7 @@ def builder_of(
     speculation: Any = SimpleNamespace(
         method="draft_model", num_speculative_tokens=NODES, use_eagle_block_drop=lambda: False
     )
-    mark_as_tree(speculation, DynTreeOptions().plan_for(speculation))
+    mark_as_tree(speculation, DynTreeOptions().resolve(NODES))
     config: Any = SimpleNamespace(
         speculative_config=speculation,
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),

@@ -64,7 +64,7 @@ class Device(NamedTuple):
 
 def device(layer: Any, builder: type) -> Device:
     speculation: Any = SimpleNamespace(method="draft_model", num_speculative_tokens=NODES)
-    mark_as_tree(speculation, DynTreeOptions().plan_for(speculation))
+    mark_as_tree(speculation, DynTreeOptions().resolve(NODES))
     config = SimpleNamespace(
         speculative_config=speculation,
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
