@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dyntree_kernels.features import MOST_RECURRENT_ROWS
+from dyntree_plugin.admission.offloading import backend_of
 from dyntree_plugin.admission.refusals import Refusal
 from dyntree_plugin.admission.uncompared import Targets
 
@@ -21,25 +22,17 @@ TARGETS = (
 )
 """Architectures whose tokens were compared with those of engines without speculation."""
 
-TARGETS_ON_CUDA = (
-    "NemotronHForCausalLM",
-    "Lfm2ForCausalLM",
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-    "InternS2PreviewForConditionalGeneration",
+TARGETS_ON_CUDA = tuple(
+    name for name in TARGETS if name not in ("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM")
 )
 """Those that were compared on an emulated CUDA device, or whose layers were: the last two have the
 experts of Qwen3-Next."""
 
-WITH_PREFIX_CACHE = (
-    "NemotronHForCausalLM",
-    "FalconH1ForCausalLM",
-    "GraniteMoeHybridForCausalLM",
-    "Lfm2ForCausalLM",
-    "Qwen3NextForCausalLM",
-)
-"""Those whose tokens were compared with a prefix cache, on a CPU."""
+CACHED = {
+    "cpu": TARGETS[: TARGETS.index("Qwen3_5ForConditionalGeneration")],
+    "cuda": ("NemotronHForCausalLM", "Qwen3NextForCausalLM"),
+}
+"""Those whose tokens were compared with a prefix cache."""
 
 _RECURRENT = Targets("is_hybrid", lambda m: m.is_hybrid)
 
@@ -49,21 +42,6 @@ _REFUSALS = (
         "prefix_match_unit",
         *("VLLM_SSM_CONV_STATE_LAYOUT", "enable_lora"),
     ),
-    Refusal(
-        "use_replayssm",
-        lambda c: c.cache_config.use_replayssm,
-        bool,
-        "an accepted path advances whole states; leave --use-replayssm out",
-    ),
-)
-_ON_A_CPU = (
-    _RECURRENT.other_than(TARGETS),
-    _RECURRENT.refusal(
-        "enable_prefix_caching, architecture",
-        lambda c: (c.cache_config.enable_prefix_caching, c.model_config.architecture),
-        lambda found: found[0] and found[1] not in WITH_PREFIX_CACHE,
-        "not compared yet with decoding without trees; use --no-enable-prefix-caching",
-    ),
     _RECURRENT.refusal(
         "enable_prefix_caching, pipeline_parallel_size",
         lambda c: (c.cache_config.enable_prefix_caching, c.parallel_config.pipeline_parallel_size),
@@ -71,16 +49,38 @@ _ON_A_CPU = (
         "an earlier stage advances a state after the next step has begun, and that step may give "
         "the state to another request; use --no-enable-prefix-caching",
     ),
+    Refusal(
+        "use_replayssm",
+        lambda c: c.cache_config.use_replayssm,
+        bool,
+        "an accepted path advances whole states; leave --use-replayssm out",
+    ),
 )
 _ON_CUDA = (
     _RECURRENT.other_than(TARGETS_ON_CUDA),
-    *_RECURRENT.uncompared("pipeline_parallel_size", "enable_prefix_caching"),
+    *_RECURRENT.uncompared("pipeline_parallel_size"),
+    _RECURRENT.refusal(
+        "offload_backend",
+        lambda c: backend_of(c.offload_config),
+        lambda backend: backend == "prefetch",
+        "an accepted path advances states by weights that the next layers have replaced by then; "
+        "leave --offload-group-size out",
+    ),
 )
 
 
 def state_refusals(device_type: str) -> tuple[Refusal, ...]:
     """Return checks of ``VllmConfig``."""
-    return (*_REFUSALS, *(_ON_CUDA if device_type == "cuda" else _ON_A_CPU))
+    cached = CACHED[device_type]
+    caching = _RECURRENT.refusal(
+        "enable_prefix_caching, architecture",
+        lambda c: (c.cache_config.enable_prefix_caching, c.model_config.architecture),
+        lambda found: found[0] and found[1] not in cached,
+        f"compared with decoding without trees are {', '.join(cached)}; for others use "
+        "--no-enable-prefix-caching",
+    )
+    own = _ON_CUDA if device_type == "cuda" else (_RECURRENT.other_than(TARGETS),)
+    return (*_REFUSALS, caching, *own)
 
 
 def tree_refusals(vllm_config: Any, node_budget: int, device_type: str) -> Iterator[str]:

@@ -49,9 +49,6 @@ _OPTIONS = {
     ),
     "enable_lora": _Row(lambda c: c.lora_config is not None, bool, "leave it out"),
     "kv_transfer_config": _Row(lambda c: c.kv_transfer_config is not None, bool, "leave it out"),
-    "enable_prefix_caching": _Row(
-        lambda c: c.cache_config.enable_prefix_caching, bool, "use --no-enable-prefix-caching"
-    ),
     "prefix_match_unit": _Row(lambda c: c.cache_config.prefix_match_unit, bool, "leave it out"),
     "mamba_cache_dtype": _Row(
         lambda c: c.cache_config.mamba_cache_dtype, lambda dtype: dtype != "auto", "leave it out"

@@ -11,19 +11,22 @@ import torch
 
 
 @contextmanager
-def _committing(change: Any) -> Iterator[None]:
+def _committing(runner: Any, change: Any) -> Iterator[None]:
     """Commit what ``change`` makes of a `Commit`."""
+    from sabotage import verified_eagerly
+
     from dyntree_plugin.engine.states import committer
 
     stock = committer._commit
-    with mock.patch.object(committer, "_commit", lambda *given: change(stock(*given))):
+    changed = mock.patch.object(committer, "_commit", lambda *given: change(stock(*given)))
+    with verified_eagerly(runner), changed:
         yield
 
 
 @contextmanager
 def commit_dropped(runner: Any) -> Iterator[None]:
     """Leave the states of requests with drafts as they are."""
-    with _committing(lambda commit: type(commit)(*(each[:0] for each in commit))):
+    with _committing(runner, lambda commit: type(commit)(*(each[:0] for each in commit))):
         yield
 
 
@@ -51,7 +54,7 @@ def commit_of_a_sibling(runner: Any) -> Iterator[None]:
         paths[:, 1:] -= (paths[:, 1:] >= 0).int()
         return commit._replace(paths=paths)
 
-    with _committing(change):
+    with _committing(runner, change):
         yield
 
 
@@ -65,7 +68,7 @@ def commit_to_a_neighbour(runner: Any) -> Iterator[None]:
         slots[real] = slots[real].roll(1)
         return commit._replace(slots=slots)
 
-    with _committing(change):
+    with _committing(runner, change):
         yield
 
 
@@ -116,7 +119,7 @@ def commit_of_the_latest_forward(runner: Any) -> Iterator[None]:
 @contextmanager
 def end_of_block_dropped(runner: Any) -> Iterator[None]:
     """Leave the prefix cache without the state where a block ends within an accepted path."""
-    with _committing(lambda commit: commit._replace(ends=0 * commit.ends)):
+    with _committing(runner, lambda commit: commit._replace(ends=0 * commit.ends)):
         yield
 
 

@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import sabotage_of_states
 import torch
-from sabotage import verified_eagerly
 
 
 @contextmanager
@@ -59,18 +57,4 @@ def states_lost(runner: Any) -> Iterator[None]:
     """Let a block draft keep zeros for the target's hidden states. Output must not change."""
     stock = runner.speculator.combine
     with mock.patch.object(runner.speculator, "combine", lambda hidden: 0 * stock(hidden)):
-        yield
-
-
-@contextmanager
-def commit_dropped(runner: Any) -> Iterator[None]:
-    """As in sabotage_of_states."""
-    with verified_eagerly(runner), sabotage_of_states.commit_dropped(runner):
-        yield
-
-
-@contextmanager
-def commit_to_a_neighbour(runner: Any) -> Iterator[None]:
-    """As in sabotage_of_states."""
-    with verified_eagerly(runner), sabotage_of_states.commit_to_a_neighbour(runner):
         yield

@@ -19,9 +19,16 @@ def enter_directly() -> None:
     operations.qwen_gdn_attention_core = qwen_gdn_linear_attn.qwen_gdn_attention_core
 
 
+class Mamba2(cuda_layers.TreeMambaMixer2):
+    """Keeps states where a CPU's operator for prompts gives them."""
+
+    within_prompts = layers.OnCPU.within_prompts
+
+
 class DeltaNet(cuda_layers.TreeGatedDeltaNet):
     """Runs prompts and plain decoding by the kernel of the CPU in place of vLLM's for CUDA."""
 
+    within_prompts = layers.OnCPU.within_prompts
     forward_cpu = cuda_layers.TreeGatedDeltaNet.forward_cuda
     convolve = layers.OnCPU.convolve
     _convolve = layers.TreeGatedDeltaNet._convolve

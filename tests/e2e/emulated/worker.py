@@ -41,7 +41,7 @@ from emulated.states import enter_directly  # noqa: E402
 _ATTENTION = "dyntree_plugin.engine.attention"
 _BACKENDS = {"CPU_ATTN": f"{_ATTENTION}.cuda.TreeTritonAttentionBackend"}
 _STATES = {
-    "MambaMixer2": "dyntree_plugin.engine.states.cuda_layers.TreeMambaMixer2",
+    "MambaMixer2": "emulated.states.Mamba2",
     "ShortConv": "dyntree_plugin.engine.states.cuda_layers.TreeShortConv",
     "QwenGatedDeltaNetAttention": "emulated.states.DeltaNet",
 }
