@@ -125,8 +125,15 @@ def end_of_block_dropped(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def block_after_the_last_draft(runner: Any) -> Iterator[None]:
-    """Let vLLM take the state from the slots of drafts, of which a tree has none."""
-    with mock.patch.object(runner.model_state.recoverssm, "commit_step"):
+    """Let vLLM take the state from the slot of a draft, of which a tree has none.
+
+    It is that of the first. Those of others may lie behind the table of blocks.
+    """
+
+    def commit_step(*_: Any, num_accepted_tokens: torch.Tensor, **__: Any) -> None:
+        num_accepted_tokens.clamp_(max=2)
+
+    with mock.patch.object(runner.model_state.recoverssm, "commit_step", commit_step):
         yield
 
 
