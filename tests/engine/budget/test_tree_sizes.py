@@ -23,11 +23,10 @@ def sized(
 ) -> set[int]:
     """Return the sizes in vLLM's table after the plugin has settled; empty if it has none."""
     speculation: Any = SimpleNamespace(
-        method="draft_model",
         num_speculative_tokens=24,
         num_speculative_tokens_per_batch_size=None,
     )
-    mark_as_tree(speculation, DynTreeOptions.parse(options).plan_for(speculation))
+    mark_as_tree(speculation, DynTreeOptions.parse(options).resolve(24))
     config: Any = SimpleNamespace(
         speculative_config=speculation,
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous, max_num_seqs=requests),
