@@ -34,7 +34,14 @@ class Layers(NamedTuple):
 
     @classmethod
     def of(cls, layers: Sequence[tuple[torch.Tensor, ...]]) -> Layers:
-        """Note where the tensors of each layer are. They must stay there."""
+        """Note where the tensors of each layer are. They must stay there.
+
+        Raises:
+            ValueError: if layers differ in shapes, strides or types.
+        """
+        kinds = {tuple((each.shape, each.stride(), each.dtype) for each in of) for of in layers}
+        if len(kinds) > 1:
+            raise ValueError(f"the layers of one launch have one shape, not {len(kinds)}")
         found = [[each.data_ptr() for each in tensors] for tensors in zip(*layers, strict=True)]
         aligned = math.gcd(16, *(address for of_tensor in found for address in of_tensor))
         return cls(layers[0], torch.tensor(found, device=layers[0][0].device), aligned)

@@ -305,6 +305,8 @@ def test_one_launch_keeps_the_history_of_every_layer() -> None:
     keep_history(commit, Layers.of(layers))
     for (_, history), (_, right) in zip(layers, alone, strict=True):
         assert torch.equal(history, right)
+    with pytest.raises(ValueError, match="one shape"):
+        Layers.of([*layers, (draw(64, 150, seed=4), draw(7, 3, 151, seed=5))])
 
 
 @LAYERS
