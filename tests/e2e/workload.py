@@ -362,7 +362,8 @@ SAME_TOKENS = {**ENGINES, **LOOK_UP, **POOLS, **HEADS}
 """Engines whose tokens are those without trees."""
 
 _NOT_AGAIN = {name: run for name, run in DRAWN_RUNS.items() if name != "again"}
-(_OF_VLLM := with_options(8))["speculative_config"]["draft_sample_method"] = "probabilistic"
+_OF_VLLM = with_options(8)
+_OF_VLLM["speculative_config"]["draft_sample_method"] = "probabilistic"
 DRAWN: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "dyspec": (tree(growth="dyspec"), DRAWN_RUNS),
     "expansion": (tree(growth="expansion", expansion=[2, 2, 1]), DRAWN_RUNS),
