@@ -186,7 +186,11 @@ def broken_target(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def always_accepted(runner: Any) -> Iterator[None]:
-    """Make rules for drawn children accept every child whose chance is above 0."""
+    """Make rules for drawn children accept every child whose chance is above 0.
+
+    An adaptive budget verifies all of them, whatever a step costs on this machine.
+    """
+    from dyntree_plugin.engine.budget.by_tree import TreeBudget
     from dyntree_plugin.engine.papers import chain_samples, walk
 
     trees = chain_samples.DrawnTrees
@@ -197,6 +201,8 @@ def always_accepted(runner: Any) -> Iterator[None]:
     with (
         mock.patch.object(walk, "uniform", torch.zeros_like),
         mock.patch.object(chain_samples, "DrawnTrees", offered_less),
+        mock.patch.object(TreeBudget, "cut", lambda _, values, counts, drawn=None: counts),
+        mock.patch.object(TreeBudget, "drafting_pays", return_value=True),
     ):
         yield
 
