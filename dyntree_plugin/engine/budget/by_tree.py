@@ -40,6 +40,8 @@ class TreeBudget:
         self._usual: dict[int, np.ndarray] = {}
         self._rate: float | None = None
         self._row_seconds = 0.0
+        # Seconds of the last step beside its verification.
+        self._spent = FIRST_FORWARD_SECONDS + FIRST_OUTSIDE_SECONDS
         # Nodes of chains that the next step may still verify; None if there are trees, too.
         self._room: int | None = None
         self._ended: float | None = None
@@ -75,12 +77,13 @@ class TreeBudget:
         chains = np.zeros(len(chances), dtype=bool) if drawn is None else drawn[decoding]
         curve = self._cost.seconds(context=self._context)
         spent = self._forwards * self._forward + self._outside
-        # Batches of about the same size share one average per request.
+        verified = self._limits.cut(chances, chains, curve, self._spent)
+        self._spent = spent
+        # Trees compete for the rows that chains leave. Batches of about the same size share one
+        # average per request.
         kind = len(chances).bit_length()
         usual = self._usual.get(kind)
         rate = None if usual is None else len(chances) * usual[0] / usual[1]
-        verified = self._limits.cut(chances, chains, curve, rate)
-        # Trees compete for the rows that chains leave.
         taken = verified.sum() + chains.sum()
         beside = expected_tokens(chances[chains], verified[chains])
         trees = best_cut(chances[~chains], curve[taken:], spent, rate, beside)
@@ -89,12 +92,10 @@ class TreeBudget:
         self._usual[kind] = usual = seen if usual is None else usual + STEP * (seen - usual)
         self._rate = len(chances) * usual[0] / usual[1]
         self._row_seconds = _next_row_seconds(int(verified.sum()) + len(verified), curve)
-        if (
-            not self._drawn_trees
-            and chains.all()
-            and (limits := self._limits.of(len(chances), curve, self._rate))
-        ):
-            self._row_seconds, self._room = limits.least / self._rate, limits.nodes
+        if chains.any():
+            limits, self._rate = self._limits.of(len(chances), chances.shape[1], curve, spent)
+            if chains.all() and not self._drawn_trees:
+                self._row_seconds, self._room = limits.least / self._rate, limits.nodes
         kept = counts.clone()
         kept[torch.from_numpy(decoding)] = torch.from_numpy(verified)
         return kept

@@ -4,8 +4,8 @@ Whether a chain ends must be decided before its next token is drawn (`tests/unit
 enumerates it). So chains are cut level by level, by the chances of that level and by limits from
 earlier batches of the same size. Trees are cut to their most valuable nodes by such limits: what a
 node draws changes the values of nodes of less value alone. The nodes of batches are sorted by
-chance and averaged. The limits are the number of nodes that makes the most tokens beyond what the
-step's time is worth, and the chance of the last.
+chance and averaged. The limits are the number of nodes that makes the most tokens per second of
+these averages, and the chance of the last.
 """
 
 from __future__ import annotations
@@ -72,28 +72,29 @@ class ChainLimits:
         self._mean: dict[int, np.ndarray] = {}
         self._ratio = FIRST_RATIO
 
-    def of(self, requests: int, row_seconds: np.ndarray, rate: float | None) -> Limits | None:
-        """Return the limits of a batch; None before the first batch of its size.
+    def of(
+        self, requests: int, nodes: int, row_seconds: np.ndarray, spent: float
+    ) -> tuple[Limits, float]:
+        """Return the limits of a batch, and the tokens per second that are expected with them.
+
+        Averages do not depend on a step's draws, so the limits that make the most of them per
+        second are also best for many steps together.
 
         Args:
             requests: of the batch.
+            nodes: the most of each request.
             row_seconds: seconds that verification takes by its rows.
-            rate: average tokens per second of recent steps.
+            spent: seconds of the rest of a step, its drafting included.
         """
-        mean = self._mean.get(requests)
-        if mean is None or rate is None:
-            return None
-        mean = mean[: max(len(row_seconds) - 1 - requests, 0)]
-        gains = np.concatenate([[0.0], np.cumsum(mean)])
-        nodes = int(np.argmax(gains - rate * row_seconds[requests : requests + len(gains)]))
-        return Limits(SLACK * float(mean[nodes - 1]) if nodes else 1.0, nodes)
+        mean = self._usual(requests, nodes)[: max(len(row_seconds) - 1 - requests, 0)]
+        tokens = requests + np.concatenate([[0.0], np.cumsum(mean)])
+        rates = tokens / (spent + row_seconds[requests : requests + len(tokens)])
+        most = int(np.argmax(rates))
+        least = SLACK * float(mean[most - 1]) if most else 1.0
+        return Limits(least, most), float(rates[most])
 
     def cut(
-        self,
-        chances: np.ndarray,
-        chains: np.ndarray,
-        row_seconds: np.ndarray,
-        rate: float | None,
+        self, chances: np.ndarray, chains: np.ndarray, row_seconds: np.ndarray, spent: float
     ) -> np.ndarray:
         """Return how many nodes to verify of what was drawn, int64 [R]; 0 of others. Then learn.
 
@@ -101,25 +102,36 @@ class ChainLimits:
             chances: [R, N], of trees and chains, as ``values`` of `best_cut`.
             chains: bool [R], which of them were drawn.
             row_seconds: as in `of`.
-            rate: as in `of`.
+            spent: as in `of`, of an earlier step: how far this one drafted depends on its draws.
         """
         counts = np.zeros(len(chances), dtype=np.int64)
         if chains.any():
-            room = len(row_seconds) - 1 - len(chances)
-            limits = self.of(len(chances), row_seconds, rate) or Limits(0.0, room)
+            limits, _ = self.of(len(chances), chances.shape[1], row_seconds, spent)
             counts[chains] = (valued_counts if self._trees else level_counts)(
                 chances[chains], limits
             )
             self._observe(chances, chains)
         return counts
 
+    def _usual(self, requests: int, nodes: int) -> np.ndarray:
+        """Return the mean values of a batch's nodes, which fall, [requests * nodes].
+
+        If no batch had as many requests, they are those of the nearest number, or at the very first
+        those of chains of the first ratio.
+        """
+        if not self._mean:
+            return np.repeat(FIRST_RATIO ** np.arange(1, nodes + 1), requests)
+        nearest = min(self._mean, key=lambda known: abs(known - requests))
+        similar: np.ndarray = self._mean[nearest][np.arange(requests * nodes) * nearest // requests]
+        return similar
+
     def _observe(self, chances: np.ndarray, chains: np.ndarray) -> None:
         chances = chances.copy()
         if not self._trees:
             chances[chains] = self._whole(chances[chains])
         ordered = np.sort(chances, axis=None)[::-1]
-        mean = self._mean.setdefault(len(chances), ordered.copy())
-        mean += STEP * (ordered - mean)
+        mean = self._usual(len(chances), chances.shape[1]) if self._mean else ordered
+        self._mean[len(chances)] = mean + STEP * (ordered - mean)
 
     def _whole(self, chances: np.ndarray) -> np.ndarray:
         """Return the ``chances`` [R, N] of chains, continued at the usual ratio.

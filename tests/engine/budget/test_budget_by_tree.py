@@ -121,8 +121,7 @@ def taught(*drawn: bool, seconds: tuple[float, float] = STEEP) -> TreeBudget:
     return found
 
 
-def test_chains_are_whole_until_batches_of_their_size_are_known() -> None:
-    assert cut(budget(STEEP), CHAIN, drawn=[True]) == [6]
+def test_chains_are_cut_as_their_rows_are_worth() -> None:
     assert cut(taught(True), CHAIN, drawn=[True]) == [3]
     assert cut(taught(True, seconds=FLAT), CHAIN, drawn=[True]) == [6]
 

@@ -71,48 +71,62 @@ def blocks(fast: float, jump: float, rows: int = 200) -> np.ndarray:
     return fast + jump * (np.maximum(np.arange(rows) - 1, 0) // 16)
 
 
-def learned(chances: np.ndarray, times: int = 200) -> ChainLimits:
-    found = ChainLimits(chances.shape[1])
+def learned(chances: np.ndarray, times: int = 200, *, trees: bool = False) -> ChainLimits:
+    found = ChainLimits(chances.shape[1], trees=trees)
     for _ in range(times):
-        found.cut(chances, np.ones(len(chances), dtype=bool), np.full(200, 0.1), 1.0)
+        found.cut(chances, np.ones(len(chances), dtype=bool), np.full(200, 0.1), 0.0)
     return found
 
 
 def test_limits_fill_a_block_of_rows() -> None:
     found = learned(0.8 ** np.arange(1, 17)[None].repeat(4, axis=0))
-    limits = found.of(4, blocks(0.08, 0.01), rate=140.0)
-    assert limits is not None
-    assert limits.nodes + 4 == 48
-    dear = found.of(4, blocks(0.08, 0.04), rate=140.0)
-    assert dear is not None
-    assert dear.nodes + 4 == 16
+    for jump, rows in ((0.01, 48), (0.04, 16)):
+        limits, rate = found.of(4, 16, blocks(0.08, jump), 0.0)
+        assert limits.nodes + 4 == rows
+        # Control: one row more or less makes fewer tokens per second.
+        for other in (rows - 1, rows + 1):
+            of_each = (0.8 ** np.arange(1, 17)).repeat(4)[: other - 4].sum()
+            assert (4 + of_each) / blocks(0.08, jump)[other] < rate
 
 
 def test_a_chain_goes_on_at_the_usual_ratio_where_it_was_not_drafted() -> None:
     """Otherwise chains whose drafting ended early would never become longer."""
     short = 0.8 ** np.arange(1, 17)[None]
     short[:, 6:] = 0
-    limits = learned(short).of(1, blocks(0.08, 0.02), rate=40.0)
-    assert limits is not None
+    limits, _ = learned(short).of(1, 16, blocks(0.08, 0.02), 0.0)
     assert limits.nodes == 15
 
 
 def test_trees_are_not_extended_and_chains_to_their_depth_alone() -> None:
     found, same = ChainLimits(3), np.array([[0.9, 0.8, 0.0, 0.0]]).repeat(2, axis=0)
-    found.cut(same, np.array([False, True]), np.full(20, 0.1), None)
-    limits = found.of(2, np.full(20, 0.1), rate=1.0)
-    assert limits is not None
+    found.cut(same, np.array([False, True]), np.full(20, 0.1), 0.0)
+    limits, _ = found.of(2, 4, np.full(20, 0.1), 0.0)
     assert limits.nodes == 2 + 3
 
 
-def test_nothing_is_known_of_batches_of_another_size() -> None:
-    found = learned(CHAINS)
-    assert found.of(3, blocks(0.1, 0.1), rate=10.0) is not None
-    assert found.of(2, blocks(0.1, 0.1), rate=10.0) is None
-    assert found.of(3, blocks(0.1, 0.1), rate=None) is None
+@pytest.mark.parametrize("trees", [True, False])
+def test_a_batch_of_a_new_size_is_cut_as_one_of_the_nearest(trees: bool) -> None:
+    """If it were verified whole, an engine whose requests end one by one would do so each time."""
+    fast = np.array([[0.8, 0.6, 0.05, 0.02]]).repeat(16, axis=0)
+    found, dear = learned(fast, trees=trees), 0.5 + 0.01 * np.arange(100)
+    assert [found.of(requests, 4, dear, 0.0)[0].nodes for requests in (16, 15, 8)] == [32, 30, 16]
+
+
+def test_the_limits_follow_what_changes_within_some_steps() -> None:
+    """They do not wait for the average rate of steps that were too large."""
+    found, dear = ChainLimits(32, trees=True), 0.1 + 0.01 * np.arange(1000)
+    good = (0.9 ** np.arange(1, 33))[None].repeat(16, axis=0)
+    bad = (0.3 ** np.arange(1, 33))[None].repeat(16, axis=0)
+    verified = [
+        int(found.cut(chances, np.ones(16, dtype=bool), dear, 0.0).sum())
+        for chances in [good] * 5 + [bad] * 30
+    ]
+    assert verified[0] < 16 * 32, "not even the first batch is verified whole"
+    assert verified[4] > 5 * verified[-1]
+    assert verified[5] <= 2 * verified[-1]
 
 
 def test_rows_that_cost_more_than_any_token_earns_are_left_out() -> None:
-    steep = np.arange(50) * 1.0
-    limits = learned(CHAINS).of(3, steep, rate=10.0)
+    limits, rate = learned(CHAINS).of(3, 4, np.arange(50) * 1.0, 0.0)
     assert limits == Limits(1.0, 0)
+    assert rate == 1.0
