@@ -16,27 +16,17 @@ if current_platform.is_cpu():
 
     install()  # must run before the runner's modules are imported
 
-PARTS = ("Backend", "Impl", "MetadataBuilder")
 RECURRENT = ("MambaMixer2", "ShortConv", "GatedDeltaNet")
 CUDA = [
     "cuda.runner.TreeGPUModelRunner",
     "cuda.runner.EarlierGPUStage",
     "cuda.worker.TreeGPUWorker",
     "cuda.worker.ChainGPUWorker",
-    *[
-        f"attention.cuda.Tree{backend}Attention{part}"
-        for backend in ("Flash", "Triton")
-        for part in PARTS
-    ],
-    *[
-        f"attention.{module}.Tree{backend}MLA{part}"
-        for module, backend in (
-            ("latent_cuda", "Triton"),
-            ("latent_cuda", "Flash"),
-            ("latent_flash_attn", "FlashAttn"),
-        )
-        for part in PARTS
-    ],
+    "attention.cuda.TreeFlashAttentionBackend",
+    "attention.cuda.TreeTritonAttentionBackend",
+    "attention.latent_cuda.TreeTritonMLABackend",
+    "attention.latent_cuda.TreeFlashMLABackend",
+    "attention.latent_flash_attn.TreeFlashAttnMLABackend",
     *[f"states.cuda_layers.Tree{layer}" for layer in RECURRENT],
 ]
 CPU = [
@@ -44,7 +34,8 @@ CPU = [
     "cpu.runner.EarlierCPUStage",
     "cpu.worker.TreeCPUWorker",
     "cpu.worker.PlainCPUWorker",
-    *[f"attention.latent_cpu.TreeCPUMLA{part}" for part in PARTS],
+    "attention.cpu.TreeCPUAttentionBackend",
+    "attention.latent_cpu.TreeCPUMLABackend",
     *[f"states.layers.Tree{layer}" for layer in RECURRENT],
 ]
 SHARED = [
@@ -74,6 +65,12 @@ def named(name: str) -> type:
     module, _, attribute = name.rpartition(".")
     found: type = getattr(importlib.import_module(f"dyntree_plugin.engine.{module}"), attribute)
     return found
+
+
+def with_parts(cls: Any) -> list[type]:
+    """Return a class, and if it is an attention backend those that it names."""
+    backend = hasattr(cls, "get_impl_cls")
+    return [cls, cls.get_builder_cls(), cls.get_impl_cls()] if backend else [cls]
 
 
 def replaced(cls: type) -> Iterator[tuple[str, Any, Any]]:
@@ -120,11 +117,12 @@ def differing(own: Signature, stock: Signature) -> list[str]:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class_in_front_of_vllms_takes_what_vllm_passes(name: str) -> None:
-    methods = [*replaced(named(name))]
-    assert methods
-    found = {n: differing(signature(own), signature(stock)) for n, own, stock in methods}
-    assert [(method, names) for method, names in found.items() if names] == []
-    assert not getattr(named(name), "__abstractmethods__", frozenset())
+    for each in with_parts(named(name)):
+        methods = [*replaced(each)]
+        assert methods
+        found = {n: differing(signature(own), signature(stock)) for n, own, stock in methods}
+        assert [(method, names) for method, names in found.items() if names] == []
+        assert not getattr(each, "__abstractmethods__", frozenset())
 
 
 def test_verification_takes_the_rejection_samplers_arguments() -> None:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
-from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
 from dyntree_kernels.cpu.latent_attention import LatentTreeAttention, warm_up
 from dyntree_plugin.engine.attention.cpu import PathMover
@@ -15,11 +14,13 @@ from dyntree_plugin.engine.attention.kernels import AttentionRows
 from dyntree_plugin.engine.attention.latent_layers import (
     LatentTreeBuilder,
     LatentTreeImpl,
-    Metadata,
 )
+from dyntree_plugin.engine.attention.registration import with_trees
 
 
-class TreeCPUMLAMetadataBuilder(LatentTreeBuilder, MLACommonMetadataBuilder[Metadata]):
+class LatentNumbaBuilder(LatentTreeBuilder):
+    """Precedes a builder of metadata on a CPU."""
+
     def __init__(self, spec: Any, names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(spec, names, vllm_config, device)
         warm_up(vllm_config.model_config.dtype)
@@ -30,18 +31,7 @@ class TreeCPUMLAMetadataBuilder(LatentTreeBuilder, MLACommonMetadataBuilder[Meta
         )
 
 
-class TreeCPUMLAImpl(LatentTreeImpl, CPUMLAImpl):
-    pass
-
-
-class TreeCPUMLABackend(CPUMLABackend):
-    @staticmethod
-    def get_impl_cls() -> type[TreeCPUMLAImpl]:
-        return TreeCPUMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TreeCPUMLAMetadataBuilder]:
-        return TreeCPUMLAMetadataBuilder
+TreeCPUMLABackend = with_trees(CPUMLABackend, LatentNumbaBuilder, LatentTreeImpl)
 
 
 def latent_mover(layers: Sequence[Any]) -> PathMover:

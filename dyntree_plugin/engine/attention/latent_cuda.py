@@ -13,16 +13,8 @@ from typing import Any, ClassVar
 import torch
 from vllm import envs
 from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
-from vllm.v1.attention.backends.mla.flashmla import (
-    FlashMLABackend,
-    FlashMLAImpl,
-    FlashMLAMetadataBuilder,
-)
-from vllm.v1.attention.backends.mla.triton_mla import (
-    TritonMLABackend,
-    TritonMLAImpl,
-    TritonMLAMetadataBuilder,
-)
+from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 
 from dyntree_plugin.engine.attention.kernels import AttentionRows, LatentTrees
 from dyntree_plugin.engine.attention.latent_layers import (
@@ -30,6 +22,7 @@ from dyntree_plugin.engine.attention.latent_layers import (
     LatentTreeBuilder,
     LatentTreeImpl,
 )
+from dyntree_plugin.engine.attention.registration import with_trees
 from dyntree_plugin.engine.layer_kinds import Move
 
 
@@ -62,15 +55,13 @@ class LatentTritonBuilder(LatentTreeBuilder):
         self._kernel.warm_up(kv_cache, dtype, table, self._buffers)
 
 
-class TreeTritonMLAMetadataBuilder(LatentTritonBuilder, TritonMLAMetadataBuilder):
-    pass
+class WithSmallWorkspace(LatentTreeImpl):
+    """Precedes the layer whose kernel of vLLM needs a workspace."""
 
-
-class TreeTritonMLAImpl(LatentTreeImpl, TritonMLAImpl):
     _vllm_config: Any
 
     def reserve_workspace(self) -> None:
-        """Reserve what vLLM's kernel needs for decodes of one row, as it does without speculation.
+        """Reserve what that kernel needs for decodes of one row, as it does without speculation.
 
         For decodes of as many rows as a tree it would take gigabytes. vLLM calls it since 0.33.
         """
@@ -84,32 +75,8 @@ class TreeTritonMLAImpl(LatentTreeImpl, TritonMLAImpl):
             self._vllm_config = config
 
 
-class TreeTritonMLABackend(TritonMLABackend):
-    @staticmethod
-    def get_impl_cls() -> type[TreeTritonMLAImpl]:
-        return TreeTritonMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TreeTritonMLAMetadataBuilder]:
-        return TreeTritonMLAMetadataBuilder
-
-
-class TreeFlashMLAMetadataBuilder(LatentTritonBuilder, FlashMLAMetadataBuilder):
-    pass
-
-
-class TreeFlashMLAImpl(LatentTreeImpl, FlashMLAImpl):  # type: ignore[misc]
-    pass
-
-
-class TreeFlashMLABackend(FlashMLABackend):
-    @staticmethod
-    def get_impl_cls() -> type[TreeFlashMLAImpl]:
-        return TreeFlashMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TreeFlashMLAMetadataBuilder]:
-        return TreeFlashMLAMetadataBuilder
+TreeTritonMLABackend = with_trees(TritonMLABackend, LatentTritonBuilder, WithSmallWorkspace)
+TreeFlashMLABackend = with_trees(FlashMLABackend, LatentTritonBuilder, LatentTreeImpl)
 
 
 def latent_mover(layers: Sequence[Any]) -> Move:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -30,3 +31,17 @@ def registered(backends: Mapping[str, str]) -> Iterator[None]:
             else:
                 each.clear_override()
         selector._cached_get_attn_backend.cache_clear()
+
+
+def with_trees(stock: Any, builder: type, layer: type) -> Any:
+    """Return a backend of vLLM's with mixins that precede its metadata builder and its layers."""
+
+    def joined(mixin: type, of_vllm: type) -> type:
+        return type(f"Tree{of_vllm.__name__}", (mixin, of_vllm), {"__module__": mixin.__module__})
+
+    parts = {
+        "get_builder_cls": joined(builder, stock.get_builder_cls()),
+        "get_impl_cls": joined(layer, stock.get_impl_cls()),
+    }
+    getters = {name: staticmethod(lambda made=made: made) for name, made in parts.items()}
+    return type(f"Tree{stock.__name__}", (stock,), {"__module__": __name__, **getters})

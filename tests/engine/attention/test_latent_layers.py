@@ -22,12 +22,8 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.kernels import AttentionRows
 from dyntree_plugin.engine.attention.latent import LatentKind
-from dyntree_plugin.engine.attention.latent_cpu import (
-    TreeCPUMLABackend,
-    TreeCPUMLAImpl,
-    TreeCPUMLAMetadataBuilder,
-)
-from dyntree_plugin.engine.attention.latent_cuda import TreeTritonMLAImpl
+from dyntree_plugin.engine.attention.latent_cpu import LatentNumbaBuilder, TreeCPUMLABackend
+from dyntree_plugin.engine.attention.latent_cuda import TreeTritonMLABackend
 from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.cpu.kinds import KINDS
 from dyntree_plugin.engine.layer_kinds import Accepted, LayerGroup, keepers
@@ -70,8 +66,8 @@ def case() -> LatentCase:
 
 
 @pytest.fixture
-def builder() -> TreeCPUMLAMetadataBuilder:
-    made = object.__new__(TreeCPUMLAMetadataBuilder)
+def builder() -> LatentNumbaBuilder:
+    made = object.__new__(TreeCPUMLABackend.get_builder_cls())
     made._buffers, made._captured = MaskBuffers(8, 64, 4, torch.device("cpu")), set()
     return made
 
@@ -98,7 +94,7 @@ def mask_of(case: LatentCase, *, in_place: bool = False) -> TreeMask:
 
 
 def attended(case: LatentCase, metadata: Any, q: torch.Tensor) -> torch.Tensor:
-    impl: Any = object.__new__(TreeCPUMLAImpl)
+    impl: Any = object.__new__(TreeCPUMLABackend.get_impl_cls())
     impl.kv_lora_rank, impl.scale = 512, case.features.scale
     given = q.split([512, 64], -1)  # as vLLM passes it
     out, lse = impl.forward_mqa(given, case.cache, metadata, None)
@@ -108,7 +104,7 @@ def attended(case: LatentCase, metadata: Any, q: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_trees_and_prompts_with_drafts_see_what_they_should(
-    case: LatentCase, builder: TreeCPUMLAMetadataBuilder, in_place: bool
+    case: LatentCase, builder: LatentNumbaBuilder, in_place: bool
 ) -> None:
     metadata = builder.build(0, batch_of(case), tree_mask=mask_of(case, in_place=in_place))
     assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.prefill) == (2, 8, None)
@@ -117,7 +113,7 @@ def test_trees_and_prompts_with_drafts_see_what_they_should(
 
 
 def test_long_prompts_are_vllms(
-    case: LatentCase, builder: TreeCPUMLAMetadataBuilder, stock: list[CommonAttentionMetadata]
+    case: LatentCase, builder: LatentNumbaBuilder, stock: list[CommonAttentionMetadata]
 ) -> None:
     metadata = builder.build(0, batch_of(case, 1, 5, 6), tree_mask=mask_of(case))
     (rest,) = stock
@@ -134,10 +130,10 @@ def test_long_prompts_are_vllms(
 
 
 def test_graphs_are_planned_for_their_rows_and_other_batches_for_the_largest_tree(
-    case: LatentCase, builder: TreeCPUMLAMetadataBuilder, monkeypatch: pytest.MonkeyPatch
+    case: LatentCase, builder: LatentNumbaBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned: list[AttentionRows] = []
-    monkeypatch.setattr(TreeCPUMLAMetadataBuilder, "attend", lambda _, rows: planned.append(rows))
+    monkeypatch.setattr(LatentNumbaBuilder, "attend", lambda _, rows: planned.append(rows))
     builder._buffers = MaskBuffers(8, 64, 6, torch.device("cpu"))
     for captured in (False, True):
         if captured:
@@ -203,7 +199,7 @@ def test_vllms_kernel_gets_a_workspace_for_one_row_of_each_request(
         rows.append(1 if speculation is None else 1 + speculation.num_speculative_tokens)
 
     monkeypatch.setattr(TritonMLAImpl, "reserve_workspace", reserve, raising=False)
-    impl: Any = object.__new__(TreeTritonMLAImpl)
+    impl: Any = object.__new__(TreeTritonMLABackend.get_impl_cls())
     config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=16))
     impl._vllm_config = config
     impl.reserve_workspace()
