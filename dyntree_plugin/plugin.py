@@ -88,17 +88,18 @@ def configure_scheduler(vllm_config: VllmConfig, device_type: str) -> None:
 
 
 def _choose_attention(vllm_config: VllmConfig) -> None:
-    """Name a backend that carries trees, unless the user has; vLLM may prefer others."""
-    from vllm.platforms import current_platform
+    """Name a backend of latent attention that carries trees, unless the user has named one.
+
+    vLLM may prefer others there, whereas all carry trees that it chooses for other attention.
+    """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from dyntree_plugin.admission import check
+    from dyntree_plugin.admission.cuda_backends import LATENT_CUDA_BACKENDS
     from dyntree_plugin.engine import configuration
 
     attention = vllm_config.attention_config
-    if attention.backend is None:
-        capability = current_platform.get_device_capability()
-        attention.backend = AttentionBackendEnum[check.cuda_backend(vllm_config, capability)]
+    if attention.backend is None and vllm_config.model_config.use_mla:
+        attention.backend = AttentionBackendEnum[LATENT_CUDA_BACKENDS[0]]
         configuration.mark_as_chosen(attention)
 
 

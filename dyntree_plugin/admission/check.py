@@ -10,12 +10,11 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dyntree_kernels.features import KV_CACHE_DTYPES
 from dyntree_plugin.admission import offloading, vocabularies
 from dyntree_plugin.admission.attention_kernels import kernel_refusals
 from dyntree_plugin.admission.blocks import BLOCK_DRAFT_REFUSALS, BLOCK_REFUSALS
 from dyntree_plugin.admission.connectors import CONNECTOR_REFUSALS
-from dyntree_plugin.admission.cuda_backends import CUDA_REFUSALS, cuda_backends
+from dyntree_plugin.admission.cuda_backends import CUDA_REFUSALS
 from dyntree_plugin.admission.heads import HEAD_REFUSALS
 from dyntree_plugin.admission.latent import LATENT_DRAFT_REFUSALS, LATENT_REFUSALS
 from dyntree_plugin.admission.mrope import MROPE_REFUSALS
@@ -28,7 +27,6 @@ from dyntree_plugin.admission.refusals import (
     NOT_OF_HEADS,
     SPECULATION_REFUSALS,
     Refusal,
-    dtype_of,
     kv_cache_dtype,
     model_refusals,
 )
@@ -64,19 +62,6 @@ class Refused(ValueError):
 
     def __str__(self) -> str:
         return "dyntree cannot serve this configuration. " + ". ".join(map(str, self.args))
-
-
-def cuda_backend(vllm_config: VllmConfig, capability: Any) -> str:
-    """Return the attention backend for trees on CUDA if the user names none.
-
-    Of two, the first one reads quantised caches on Hopper alone, and no float32. Of those for
-    latent attention, the first one runs on every GPU.
-    """
-    backends = cuda_backends(vllm_config.model_config)
-    if vllm_config.model_config.use_mla:
-        return backends[0]
-    unread = kv_cache_dtype(vllm_config) in KV_CACHE_DTYPES and capability and capability.major != 9
-    return backends[-1 if unread or dtype_of(vllm_config.model_config) == "float32" else 0]
 
 
 def refuse_unserved(

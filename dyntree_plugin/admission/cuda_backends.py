@@ -7,17 +7,12 @@ from typing import Any
 
 from dyntree_plugin.admission.refusals import Refusal, dtype_of
 
-CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
-"""vLLM's attention backends on CUDA that serve trees. The first one needs 16-bit types."""
+CUDA_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+"""vLLM's attention backends on CUDA that serve trees; vLLM chooses among them."""
 
 LATENT_CUDA_BACKENDS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA")
 """Those for multi-head latent attention; they need 16-bit types. The first one runs on every GPU,
 the others on Hopper."""
-
-
-def cuda_backends(model_config: Any) -> tuple[str, ...]:
-    """Return vLLM's attention backends on CUDA that serve trees of a model."""
-    return LATENT_CUDA_BACKENDS if model_config.use_mla else CUDA_BACKENDS
 
 
 def _named(attention_backend: Any) -> str | None:
@@ -32,7 +27,7 @@ def _backend_refusal(option: str, named: Callable[[Any], str | None], latent: bo
         option,
         lambda c: named(c) if c.model_config.use_mla == latent else None,
         lambda name: name not in (None, *backends),
-        f"trees run on {' and '.join(backends)}; leave it out",
+        f"trees run on {', '.join(backends[:-1])} and {backends[-1]}; leave it out",
     )
 
 

@@ -9,13 +9,16 @@ from inspect import Parameter, Signature
 from typing import Any
 
 import pytest
+from absent_flashinfer import vllms_backend
 from vllm.platforms import current_platform
 
 if current_platform.is_cpu():
     from vllm_cpu_runner import install
 
     install()  # must run before the runner's modules are imported
+    vllms_backend()
 
+FLASHINFER = ["attention.cuda_flashinfer.TreeFlashInferBackend"]
 RECURRENT = ("MambaMixer2", "ShortConv", "GatedDeltaNet")
 CUDA = [
     "cuda.runner.TreeGPUModelRunner",
@@ -49,7 +52,7 @@ SHARED = [
     "telemetry.prometheus.TreeSpecDecodingProm",
     "attention.metadata.MaskedGroup",
 ]
-CLASSES = SHARED + (CPU if current_platform.is_cpu() else CUDA)
+CLASSES = SHARED + FLASHINFER + (CPU if current_platform.is_cpu() else CUDA)
 
 REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 PASSED_AS = {

@@ -211,23 +211,24 @@ def test_the_users_own_openmp_is_kept(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "named", "found"),
+    ("latent", "named", "found"),
     [
-        ("bfloat16", None, "FLASH_ATTN"),
-        ("float32", None, "TRITON_ATTN"),
-        ("bfloat16", "TRITON_ATTN", "TRITON_ATTN"),
+        (False, None, None),
+        (False, "TRITON_ATTN", "TRITON_ATTN"),
+        (True, None, "TRITON_MLA"),
+        (True, "FLASHMLA", "FLASHMLA"),
     ],
 )
-def test_on_cuda_attention_is_by_a_backend_that_carries_trees(
-    dtype: str, named: str | None, found: str
+def test_on_cuda_vllm_chooses_attention_where_all_that_it_chooses_carries_trees(
+    latent: bool, named: str | None, found: str | None
 ) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     backend = AttentionBackendEnum[named] if named else None
     config: Any = SimpleNamespace(
         attention_config=SimpleNamespace(backend=backend),
-        model_config=SimpleNamespace(dtype=dtype, hf_config=None, use_mla=False),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(use_mla=latent),
     )
     plugin._choose_attention(config)
-    assert config.attention_config.backend is AttentionBackendEnum[found]
+    chosen = config.attention_config.backend
+    assert chosen is (AttentionBackendEnum[found] if found else None)

@@ -13,10 +13,10 @@ from dyntree_plugin.engine.attention.registration import with_trees
 from dyntree_plugin.engine.layer_kinds import Move
 
 TreeFlashAttentionBackend = with_trees(
-    FlashAttentionBackend, TreeMetadataBuilder, TreeAttentionImpl
+    __name__, FlashAttentionBackend, TreeMetadataBuilder, TreeAttentionImpl
 )
 TreeTritonAttentionBackend = with_trees(
-    TritonAttentionBackend, TreeMetadataBuilder, TreeAttentionImpl
+    __name__, TritonAttentionBackend, TreeMetadataBuilder, TreeAttentionImpl
 )
 
 

@@ -43,6 +43,8 @@ class TreeMetadataBuilder:
     """
 
     takes_tree_mask = True
+    fewest_rows = 2
+    """The fewest rows of a request in a uniform batch without trees that their kernel runs."""
 
     @classmethod
     def get_cudagraph_support(
@@ -99,14 +101,13 @@ class TreeMetadataBuilder:
         tree_mask: TreeMask | None = None,
     ) -> Any:
         common, buffers = common_attn_metadata, self._buffers
-        stock: Any = super()
         if buffers is None:
-            return stock.build(common_prefix_len, common, fast_build)
+            return self.build_stock(common, fast_build)
         if tree_mask is not None and tree_mask.in_place:
             rows = _rows(common, tree_mask.ctx_lens, tree_mask.ancestor_bits, common.max_query_len)
             return TreeAttentionMetadata(self._drafting_kernel.plan(rows), None)
-        if tree_mask is None and not self._is_graph_shaped(common):
-            return stock.build(common_prefix_len, common, fast_build)
+        if tree_mask is None and self.is_left_to_stock(common):
+            return self.build_stock(common, fast_build)
         mask: Mapping[str, Any] = {}
         if tree_mask is not None:
             mask = {
@@ -124,8 +125,16 @@ class TreeMetadataBuilder:
         rows = _rows(common, ctx_lens, bits, most, for_graph)
         if common.max_query_len <= buffers.columns:
             return TreeAttentionMetadata(self._kernel.plan(rows), None)
-        own = stock.build(common_prefix_len, common, fast_build)
+        own = self.build_stock(common, fast_build)
         return TreeAttentionMetadata(self._drafting_kernel.plan(rows), own)
+
+    def is_left_to_stock(self, common: CommonAttentionMetadata) -> bool:
+        """Return whether vLLM's kernels alone run a batch without trees."""
+        return not self._is_graph_shaped(common)
+
+    def build_stock(self, common: CommonAttentionMetadata, fast_build: bool) -> Any:
+        stock: Any = super()
+        return stock.build(0, common, fast_build)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         common = common_attn_metadata
@@ -138,7 +147,7 @@ class TreeMetadataBuilder:
     def _is_graph_shaped(self, common: CommonAttentionMetadata) -> bool:
         """Return whether a graph can serve the batch: every request has as many rows as a tree."""
         rows = common.max_query_len
-        if self._buffers is None or not 1 < rows <= self._buffers.columns:
+        if self._buffers is None or not self.fewest_rows <= rows <= self._buffers.columns:
             return False
         return bool(common.num_actual_tokens == common.num_reqs * rows)
 

@@ -22,7 +22,7 @@ class LatentKind(AttentionKind):
         backend = layer.get_attn_backend()
         if layer.indexer is not None or layer.use_sparse:
             yield f"sparse latent attention (DSA) is not supported {ANOTHER_MODEL}"
-        elif backend not in self._classes:
+        elif not self.carries_trees(backend):
             yield (
                 f"backend {backend.get_name()} is not supported: trees pass latent attention on "
                 f"{' and '.join(self.backends)}; set --attention-backend to it"

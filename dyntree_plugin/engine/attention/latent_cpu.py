@@ -31,7 +31,7 @@ class LatentNumbaBuilder(LatentTreeBuilder):
         )
 
 
-TreeCPUMLABackend = with_trees(CPUMLABackend, LatentNumbaBuilder, LatentTreeImpl)
+TreeCPUMLABackend = with_trees(__name__, CPUMLABackend, LatentNumbaBuilder, LatentTreeImpl)
 
 
 def latent_mover(layers: Sequence[Any]) -> PathMover:

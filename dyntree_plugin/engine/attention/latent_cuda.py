@@ -75,8 +75,10 @@ class WithSmallWorkspace(LatentTreeImpl):
             self._vllm_config = config
 
 
-TreeTritonMLABackend = with_trees(TritonMLABackend, LatentTritonBuilder, WithSmallWorkspace)
-TreeFlashMLABackend = with_trees(FlashMLABackend, LatentTritonBuilder, LatentTreeImpl)
+TreeTritonMLABackend = with_trees(
+    __name__, TritonMLABackend, LatentTritonBuilder, WithSmallWorkspace
+)
+TreeFlashMLABackend = with_trees(__name__, FlashMLABackend, LatentTritonBuilder, LatentTreeImpl)
 
 
 def latent_mover(layers: Sequence[Any]) -> Move:

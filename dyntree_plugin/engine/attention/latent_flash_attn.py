@@ -8,4 +8,6 @@ from dyntree_plugin.engine.attention.latent_cuda import LatentTritonBuilder
 from dyntree_plugin.engine.attention.latent_layers import LatentTreeImpl
 from dyntree_plugin.engine.attention.registration import with_trees
 
-TreeFlashAttnMLABackend = with_trees(FlashAttnMLABackend, LatentTritonBuilder, LatentTreeImpl)
+TreeFlashAttnMLABackend = with_trees(
+    __name__, FlashAttnMLABackend, LatentTritonBuilder, LatentTreeImpl
+)

@@ -33,8 +33,11 @@ def registered(backends: Mapping[str, str]) -> Iterator[None]:
         selector._cached_get_attn_backend.cache_clear()
 
 
-def with_trees(stock: Any, builder: type, layer: type) -> Any:
-    """Return a backend of vLLM's with mixins that precede its metadata builder and its layers."""
+def with_trees(module: str, stock: Any, builder: type, layer: type) -> Any:
+    """Return a backend of vLLM's with mixins that precede its metadata builder and its layers.
+
+    ``module`` is that which assigns it to the name of the class, by which vLLM finds it.
+    """
 
     def joined(mixin: type, of_vllm: type) -> type:
         return type(f"Tree{of_vllm.__name__}", (mixin, of_vllm), {"__module__": mixin.__module__})
@@ -44,4 +47,4 @@ def with_trees(stock: Any, builder: type, layer: type) -> Any:
         "get_impl_cls": joined(layer, stock.get_impl_cls()),
     }
     getters = {name: staticmethod(lambda made=made: made) for name, made in parts.items()}
-    return type(f"Tree{stock.__name__}", (stock,), {"__module__": __name__, **getters})
+    return type(f"Tree{stock.__name__}", (stock,), {"__module__": module, **getters})

@@ -15,6 +15,7 @@ KINDS: tuple[LayerKind, ...] = (
         "cuda",
         {
             "FLASH_ATTN": f"{_ATTENTION}.cuda.TreeFlashAttentionBackend",
+            "FLASHINFER": f"{_ATTENTION}.cuda_flashinfer.TreeFlashInferBackend",
             "TRITON_ATTN": f"{_ATTENTION}.cuda.TreeTritonAttentionBackend",
         },
         f"{_ATTENTION}.cuda.kv_mover",

@@ -58,3 +58,22 @@ def states_lost(runner: Any) -> Iterator[None]:
     stock = runner.speculator.combine
     with mock.patch.object(runner.speculator, "combine", lambda hidden: 0 * stock(hidden)):
         yield
+
+
+@contextmanager
+def layout_confused(runner: Any) -> Iterator[None]:
+    """Let trees among prompts read a cache whose heads and slots seem to lie the other way."""
+    from dyntree_kernels.cuda import attention
+
+    stock = attention.tree_attention
+
+    def confused(q: torch.Tensor, cache: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        _, heads, slots, content = cache.shape
+        of_heads, of_slots = content, heads * content
+        if cache.stride(1) == content:
+            of_heads, of_slots = slots * content, content
+        strides = cache.stride(0), of_heads, of_slots, 1
+        stock(q, cache.as_strided(cache.shape, strides), *args, **kwargs)
+
+    with mock.patch.object(attention, "tree_attention", confused):
+        yield

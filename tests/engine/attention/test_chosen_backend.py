@@ -46,7 +46,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
     monkeypatch.setattr(choice, "current_platform", cuda.CudaPlatformBase)
     monkeypatch.setattr(worker, "check_ranks", lambda config: None)
 
-    def loaded(major: int, named: str | None = None, dtype: str = "bfloat16") -> Any:
+    def loaded(major: int, named: str | None = None, latent: bool = True) -> Any:
         lines = mock.Mock()
         monkeypatch.setattr(choice.logger, "info_once", lines)
         capability = classmethod(lambda cls: DeviceCapability(major, 0))
@@ -55,9 +55,9 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
             speculative_config=None,
             attention_config=AttentionConfig(backend=named and AttentionBackendEnum[named]),
             model_config=SimpleNamespace(
-                dtype=getattr(torch, dtype),
+                dtype=torch.bfloat16,
                 get_head_size=lambda: 128,
-                use_mla=False,
+                use_mla=latent,
                 is_mm_prefix_lm=False,
                 hf_config=SimpleNamespace(),
             ),
@@ -81,6 +81,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
 def test_another_backend_than_vllms_is_logged_with_both_names_unless_the_user_named_it(
     load: Load,
 ) -> None:
-    assert load(10) == [("FLASH_ATTN", "FLASHINFER")]
-    assert load(9, dtype="float32") == [("TRITON_ATTN", "FLASH_ATTN")]
-    assert load(9) == load(10, named="TRITON_ATTN") == []
+    assert load(10) == [("TRITON_MLA", "FLASHINFER_MLA")]
+    assert load(9) == [("TRITON_MLA", "FLASH_ATTN_MLA")]
+    assert load(12) == load(10, named="FLASH_ATTN_MLA") == []
+    assert load(10, latent=False) == []

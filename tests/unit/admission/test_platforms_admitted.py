@@ -28,16 +28,16 @@ def on_cuda(admitted: VllmConfig) -> VllmConfig:
     return changed(with_worker, "attention_config.backend", None)
 
 
-FLASHINFER = SimpleNamespace(name="FLASHINFER")
+FLEX = SimpleNamespace(name="FLEX_ATTENTION")
 """A vLLM backend that does not support trees."""
 
 
 @pytest.mark.parametrize(
     ("option", "path", "value"),
     [
-        ("attention_backend", "attention_config.backend", FLASHINFER),
-        ("backend_per_kind", "attention_config.backend_per_kind", {"full_attention": FLASHINFER}),
-        ("attention_backend", "speculative_config.attention_backend", FLASHINFER),
+        ("attention_backend", "attention_config.backend", FLEX),
+        ("backend_per_kind", "attention_config.backend_per_kind", {"full_attention": FLEX}),
+        ("attention_backend", "speculative_config.attention_backend", FLEX),
     ],
 )
 def test_on_cuda_a_backend_that_carries_no_trees_is_refused(
@@ -48,7 +48,7 @@ def test_on_cuda_a_backend_that_carries_no_trees_is_refused(
         check.refuse_unserved(changed(on_cuda, path, value), DynTreeOptions(), "cuda", WORKERS)
     reason = str(error.value)
     assert f"{option}=" in reason
-    assert ("FLASH_ATTN and TRITON_ATTN" in reason) == (option == "attention_backend")
+    assert ("FLASH_ATTN, FLASHINFER and TRITON_ATTN" in reason) == (option == "attention_backend")
 
 
 def test_on_cuda_a_backend_that_carries_trees_may_be_named(on_cuda: VllmConfig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -60,13 +59,3 @@ def test_a_cache_that_vllm_cannot_quantise_here_is_refused(
         monkeypatch.setattr(torch.cpu, name, lambda: False)
     with pytest.raises(check.Refused, match=r"kv_cache_dtype='fp8.* requires x86 with AVX-512"):
         check.refuse_unserved(quantised, DynTreeOptions(), "cpu", WORKERS, served.refusal)
-
-
-@pytest.mark.parametrize(
-    ("major", "backend"), [(8, "TRITON_ATTN"), (9, "FLASH_ATTN"), (12, "TRITON_ATTN")]
-)
-def test_on_cuda_the_backend_can_read_the_cache(
-    quantised: VllmConfig, major: int, backend: str
-) -> None:
-    config = changed(quantised, "model_config.dtype", torch.bfloat16)
-    assert check.cuda_backend(config, SimpleNamespace(major=major)) == backend
