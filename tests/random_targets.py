@@ -114,6 +114,17 @@ WINDOWED: dict[str, dict[str, Any]] = {
 """Windows and caps, windows, windows in all layers, windows and gates, windows and sinks, windows
 and layers that read the cache of another; by vLLM's model types."""
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_hidden_layers": 3,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+}
+"""Full attention, and experts in every layer."""
+
 MODULES: dict[str, tuple[str, str, tuple[str, ...], float]] = {
     "nemotron_h": ("backbone.layers.1.", "layers.0.eh_proj",
                    ("layers.0.enorm", "layers.0.hnorm", "layers.0.final_layernorm"), 1.0),
@@ -133,10 +144,10 @@ def random_target(
 ) -> Path:
     """Write a target of a model type of transformers, and return its folder.
 
-    ``shape``: its configuration; that of a key of `RECURRENT` or `WINDOWED`, with ``changes``,
-    without one.
+    ``shape``: its configuration; that of a key of `RECURRENT`, `WINDOWED` or `MIXTURES`, with
+    ``changes``, without one.
     """
-    of_kind = shape or _COMMON | (RECURRENT | WINDOWED)[kind] | changes
+    of_kind = shape or _COMMON | (RECURRENT | WINDOWED | MIXTURES)[kind] | changes
     _write(folder, AutoConfig.for_model(kind, **of_kind, **_tokens()), seed)
     if kind in MODULES:
         add_module(folder / "model.safetensors", *MODULES[kind])

@@ -30,6 +30,7 @@ from dyntree_plugin.admission.refusals import (
     kv_cache_dtype,
     model_refusals,
 )
+from dyntree_plugin.admission.shared_experts import EXPERT_DRAFT_REFUSALS, EXPERT_REFUSALS
 from dyntree_plugin.admission.states import state_refusals, tree_refusals
 from dyntree_plugin.admission.versions import platform_refusal, version_refusal
 from dyntree_plugin.admission.windows import WINDOW_REFUSALS
@@ -55,6 +56,8 @@ _SOURCES = (
     f"{', '.join(HEADS[:-1])} or {HEADS[-1]}, a block draft with method {' or '.join(BLOCKS)}, or "
     f"look-up in the requests' texts, --speculative-config '{LOOK_UP_EXAMPLE}'"
 )
+
+_DRAFT_REFUSALS = (*LATENT_DRAFT_REFUSALS, *EXPERT_DRAFT_REFUSALS)
 
 
 class Refused(ValueError):
@@ -102,7 +105,7 @@ def refuse_further_draft(
     draft = further.draft_model_config
     prefix = f"{NAMESPACE}.drafts, {further.model!r}: "
     reasons = [
-        *_found((*SPECULATION_REFUSALS, *DRAFT_REFUSALS, *LATENT_DRAFT_REFUSALS), further, prefix),
+        *_found((*SPECULATION_REFUSALS, *DRAFT_REFUSALS, *_DRAFT_REFUSALS), further, prefix),
         *_found(model_refusals(device_type, NOT_OF_DRAFT_MODELS), draft, prefix),
         *(prefix + reason for reason in _vocabulary_refusals(vllm_config, further)),
     ]
@@ -161,6 +164,7 @@ def _refusals(
     of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}.get(device_type, ())
     of_targets = (*state_refusals(device_type), *LATENT_REFUSALS, *MROPE_REFUSALS, *WINDOW_REFUSALS)
     of_options = (*QUANTISED_CACHE_REFUSALS, *CONNECTOR_REFUSALS, *BLOCK_REFUSALS)
+    of_options += EXPERT_REFUSALS
     yield from _found((*ENGINE_REFUSALS, *of_targets, *of_options, *of_device), vllm_config)
     yield from _found(model_refusals(device_type), vllm_config.model_config, "target model: ")
     yield from kernel_refusals(vllm_config, options, device_type)
@@ -189,7 +193,7 @@ def _speculation_refusals(
         refusals = HEAD_REFUSALS if head else DRAFT_REFUSALS
         lacking = NOT_OF_HEADS if head else NOT_OF_DRAFT_MODELS
         of_block = BLOCK_DRAFT_REFUSALS if speculation.method in BLOCKS else ()
-        tables = (*refusals, *LATENT_DRAFT_REFUSALS, *of_block)
+        tables = (*refusals, *_DRAFT_REFUSALS, *of_block)
         yield from _found(tables, speculation, "speculative_config.")
         yield from _found(model_refusals(device_type, lacking), draft, "draft model: ")
         yield from _vocabulary_refusals(vllm_config, speculation)

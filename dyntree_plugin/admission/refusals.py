@@ -115,14 +115,14 @@ DRAFT_REFUSALS = (
 """Checks of a ``SpeculativeConfig`` with a draft model; `vocabularies.other_size` is another."""
 
 
-def _ranks_of_experts(config: Any) -> tuple[int, str]:
-    """Return the largest number of data-parallel ranks, and the kind of the target.
+def ranks_of_experts(parallel: Any) -> int:
+    """Return how many data-parallel ranks share the experts of a target; 0 if none do.
 
-    vLLM takes a model for a mixture of experts unless it knows that the model is dense.
+    ``parallel``: a ``ParallelConfig``. vLLM takes a model for a mixture of experts unless it knows
+    that the model is dense.
     """
-    parallel = config.parallel_config
-    ranks = max(parallel.data_parallel_size, parallel.elastic_ep_max_dp_size)
-    return ranks, "dense" if parallel.is_moe_model is False else "experts"
+    ranks: int = parallel.data_parallel_size
+    return ranks if ranks > 1 and parallel.is_moe_model is not False else 0
 
 
 def _stages_over_rays_first(config: Any) -> tuple[str, int] | None:
@@ -138,13 +138,6 @@ def _stages_over_rays_first(config: Any) -> tuple[str, int] | None:
 _WHOLE = "a batch of trees cannot be split; leave it out"
 
 ENGINE_REFUSALS = (
-    Refusal(
-        "data_parallel_size or elastic_ep_max_dp_size (ranks, target)",
-        _ranks_of_experts,
-        lambda found: found[0] > 1 and found[1] != "dense",
-        "trees on ranks that share experts were not compared yet with those on one rank, since "
-        "vLLM's CPU build runs no such ranks; set it to 1, or use a dense target",
-    ),
     Refusal(
         "async_scheduling, pipeline_parallel_size",
         lambda c: (
@@ -250,6 +243,13 @@ CPU_REFUSALS = (
         lambda c: c.parallel_config.data_parallel_backend,
         lambda backend: backend == "ray",
         _WITHOUT_RAY,
+    ),
+    Refusal(
+        "data_parallel_size of a mixture of experts",
+        lambda c: ranks_of_experts(c.parallel_config),
+        bool,
+        "vLLM's CPU build cannot exchange the rows of experts among ranks, with trees or without; "
+        "set it to 1, or use a dense target",
     ),
 )
 """Checks of ``VllmConfig`` on a CPU."""

@@ -112,12 +112,12 @@ def test_one_change_is_refused_with_its_option_and_advice(admitted: VllmConfig) 
 def test_every_refusal_of_the_tables_is_tested() -> None:
     apart = {
         "VLLM_USE_V2_MODEL_RUNNER",
-        "data_parallel_size or elastic_ep_max_dp_size (ranks, target)",
         "async_scheduling, pipeline_parallel_size",
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND, pipeline_parallel_size",
     }
     assert {r.option for r in refusals.ENGINE_REFUSALS} == ENGINE.keys() | apart
-    assert {r.option for r in refusals.CPU_REFUSALS} == CPU.keys()
+    on_cpu = {"data_parallel_size of a mixture of experts"}
+    assert {r.option for r in refusals.CPU_REFUSALS} == CPU.keys() | on_cpu
     of_speculation = (*refusals.SPECULATION_REFUSALS, *refusals.DRAFT_REFUSALS)
     assert {r.option for r in of_speculation} == SPECULATION.keys()
     assert {r.option for r in refusals.MODEL_REFUSALS} == MODEL.keys()
@@ -250,19 +250,6 @@ def test_the_v1_runner_is_refused(build: Build, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER='0'"):
         build()
-
-
-def test_data_parallel_ranks_of_a_mixture_of_experts_are_refused(
-    build: Build, model_folder: Callable[..., str]
-) -> None:
-    experts = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
-    model = model_folder("experts", num_local_experts=4, sliding_window=None, **experts)
-    config = build(model=model)
-    with pytest.raises(ValueError, match=r"\(ranks, target\)=\(2, 'experts'\)"):
-        build(model=model, data_parallel_size=2)
-    # vLLM could then add ranks while it serves.
-    config.parallel_config.elastic_ep_max_dp_size = 4
-    assert "elastic_ep_max_dp_size (ranks, target)=(4, 'experts')" in refusal_of(config)
 
 
 def test_a_rank_of_a_dense_target_is_an_engine_of_its_own_with_the_same_trees(

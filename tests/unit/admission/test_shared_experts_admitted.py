@@ -1,0 +1,96 @@
+"""Data-parallel ranks that share a target's experts: what is admitted with them."""
+
+from __future__ import annotations
+
+from functools import reduce
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from configurations import Build, changed, refusal_of
+
+from dyntree_plugin.admission import check
+from dyntree_plugin.engine.configuration import WORKERS
+from dyntree_plugin.options.options import DynTreeOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+RANKS = {
+    f"{parallel}.{name}": value
+    for parallel in ("parallel_config", "speculative_config.target_parallel_config")
+    for name, value in (("data_parallel_size", 2), ("is_moe_model", True))
+}
+EXPERTS = "speculative_config.draft_model_config.model_arch_config.num_experts"
+
+
+def of(config: VllmConfig, changes: dict[str, Any]) -> VllmConfig:
+    return reduce(lambda found, path: changed(found, path, changes[path]), changes, config)
+
+
+@pytest.fixture
+def shared(admitted: VllmConfig) -> VllmConfig:
+    """Return a configuration for CUDA with two ranks of a mixture of experts."""
+    return of(admitted, {**RANKS, "parallel_config.worker_cls": "auto"})
+
+
+def refused(config: VllmConfig) -> str:
+    with pytest.raises(check.Refused) as error:
+        check.refuse_unserved(config, DynTreeOptions(), "cuda", WORKERS)
+    return str(error.value)
+
+
+def test_ranks_are_admitted_on_cuda_with_drafts_without_experts(shared: VllmConfig) -> None:
+    check.refuse_unserved(shared, DynTreeOptions(), "cuda", WORKERS)
+    head = changed(shared, "speculative_config.method", "eagle3")
+    # The file of an EAGLE-3 head may have its target's numbers.
+    check.refuse_unserved(changed(head, EXPERTS, 8), DynTreeOptions(), "cuda", WORKERS)
+
+
+def test_ranks_are_refused_on_a_cpu_for_what_vllm_lacks_there(admitted: VllmConfig) -> None:
+    reason = refusal_of(of(admitted, RANKS))
+    assert "data_parallel_size of a mixture of experts=2 is not supported: vLLM's CPU" in reason
+    dense = of(admitted, {path: False for path in RANKS if "moe" in path})
+    alone = changed(dense, "parallel_config.data_parallel_size", 2)
+    check.refuse_unserved(alone, DynTreeOptions(), "cpu", WORKERS)
+
+
+@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+def test_drafts_with_experts_are_refused_on_several_ranks(shared: VllmConfig, method: str) -> None:
+    with_experts = of(shared, {EXPERTS: 8, "speculative_config.method": method})
+    assert "draft's experts=(2, True) is not supported: each rank drafts" in refused(with_experts)
+    one = {path: 1 for path in RANKS if "size" in path}
+    check.refuse_unserved(of(with_experts, one), DynTreeOptions(), "cuda", WORKERS)
+    further = with_experts.speculative_config
+    with pytest.raises(check.Refused, match=r"dyntree\.drafts, .*draft's experts=\(2, True\)"):
+        check.refuse_further_draft(shared, further, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("option", "path", "value"),
+    [
+        ("pipeline_parallel_size", "parallel_config.pipeline_parallel_size", 2),
+        ("enable_lora", "lora_config", SimpleNamespace()),
+        ("method=(2, 'dflash')", "speculative_config.method", "dflash"),
+    ],
+)
+def test_what_was_not_compared_on_such_ranks_is_refused(
+    shared: VllmConfig, option: str, path: str, value: Any
+) -> None:
+    assert f"data_parallel_size of a mixture of experts, {option}" in refused(
+        changed(shared, path, value)
+    )
+
+
+def test_ranks_that_come_and_go_are_refused(admitted: VllmConfig) -> None:
+    elastic = changed(admitted, "parallel_config.enable_elastic_ep", True)
+    assert "enable_elastic_ep=True" in refusal_of(elastic)
+    assert "enable_elastic_ep" not in refusal_of(of(admitted, RANKS))
+
+
+def test_a_target_of_experts_is_known_by_its_file(build: Build, model_folder: Any) -> None:
+    experts = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    model = model_folder("experts", num_local_experts=4, sliding_window=None, **experts)
+    with pytest.raises(ValueError, match="of a mixture of experts=2 is not supported"):
+        build(model=model, data_parallel_size=2)
+    build(model=model)
