@@ -27,7 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 OURS, THEIRS = "dyntree_plugin", "vllm"
-FREE = ("empty", "alias", "view", "detach", "_local_scalar", "is_pinned", "pin_memory", "lift")
+FREE = (
+    "empty", "alias", "view", "_unsafe_view", "detach", "_local_scalar", "is_pinned", "pin_memory",
+    "lift",
+)  # fmt: skip
 """Prefixes of the names of operations that launch nothing."""
 
 
