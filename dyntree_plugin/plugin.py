@@ -125,6 +125,7 @@ def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
 
     from dyntree_plugin.admission import check, heads, offloading
     from dyntree_plugin.admission.blocks import block_advice
+    from dyntree_plugin.admission.states import state_note
     from dyntree_plugin.engine.configuration import further_drafts
     from dyntree_plugin.engine.fallback import default_chain_reasons
 
@@ -136,8 +137,8 @@ def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
         logger.info("Look-up adds at most %d nodes to a tree on CUDA.", plan.shape.grafts)
     for line in check.look_up_advice(vllm_config, device_type):
         logger.info("%s", line)
-    if advice := check.token_budget_advice(vllm_config):
-        logger.info("%s", advice)
+    for said in filter(None, (check.token_budget_advice(vllm_config), state_note(vllm_config))):
+        logger.info("%s", said)
     for line in offloading.advice(vllm_config, device_type):
         logger.warning("%s", line)
     for line in heads.advice(vllm_config):

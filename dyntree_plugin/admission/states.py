@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dyntree_kernels.features import MOST_RECURRENT_ROWS
+from dyntree_kernels.features import KV_CACHE_DTYPES, MOST_RECURRENT_ROWS
 from dyntree_plugin.admission.offloading import backend_of
 from dyntree_plugin.admission.refusals import Refusal
 from dyntree_plugin.admission.uncompared import Targets
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 TARGETS = (
     "NemotronHForCausalLM",
@@ -33,6 +38,9 @@ CACHED = {
     "cuda": ("NemotronHForCausalLM", "Qwen3NextForCausalLM"),
 }
 """Those whose tokens were compared with a prefix cache."""
+
+_RECURRENT_LAYERS = ("mamba", "linear_attention", "conv", "hybrid")
+"""Their names in models' configurations; `hybrid` has attention beside."""
 
 _RECURRENT = Targets("is_hybrid", lambda m: m.is_hybrid)
 
@@ -105,3 +113,42 @@ def tree_refusals(vllm_config: Any, node_budget: int, device_type: str) -> Itera
             f"a block holds a tree of dyntree.node_budget + 1 = {node_budget + 1} tokens; leave it "
             "out, raise it, or use --no-enable-prefix-caching"
         )
+
+
+def state_note(vllm_config: VllmConfig) -> str | None:
+    """Say what the states of a request take on a device; None without recurrent layers."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if not model.is_hybrid:
+        return None
+    without = copy.copy(vllm_config)
+    without.speculative_config = None
+    kinds = getattr(model.hf_text_config, "layers_block_type", None)
+    kinds = kinds or getattr(model.hf_text_config, "layer_types", None)
+    layers = model.get_total_num_hidden_layers()
+    if kinds is not None:
+        layers = sum(kind in _RECURRENT_LAYERS for kind in kinds)
+    own, of_chain = (_bytes_of_a_layer(each) for each in (without, vllm_config))
+    nodes = vllm_config.num_speculative_tokens
+    note = (
+        f"{layers} recurrent layers keep {own * layers / 1e6:.2f} MB for each request, whatever "
+        f"the size of its tree; with vLLM's chains of {nodes} tokens they keep "
+        f"{of_chain * layers * (nodes + 1) / 1e6:.2f} MB."
+    )
+    if not cache.enable_prefix_caching:
+        return note
+    numbers = 2 * model.get_num_kv_heads(vllm_config.parallel_config) * model.get_head_size()
+    dtype: Any = model.dtype
+    of_token = numbers if cache.cache_dtype in KV_CACHE_DTYPES else numbers * dtype.itemsize
+    tokens = max(-(-of_chain // of_token), cache.block_size)
+    return f"{note} Prefixes are found at the ends of blocks, which have {tokens} tokens or more."
+
+
+def _bytes_of_a_layer(vllm_config: VllmConfig) -> int:
+    """Return the size of the state that vLLM keeps in a recurrent layer."""
+    from vllm.model_executor.models import ModelRegistry
+
+    model = vllm_config.model_config
+    of_model: Any = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)[0]
+    shapes = of_model.get_mamba_state_shape_from_config(vllm_config)
+    dtypes = of_model.get_mamba_state_dtype_from_config(vllm_config)
+    return sum(math.prod(s) * dtype.itemsize for s, dtype in zip(shapes, dtypes, strict=True))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from dyntree_plugin.admission import check, heads, reasons
+from dyntree_plugin.admission.states import state_note
 from dyntree_plugin.commands.doctor import kernels, offloading
 from dyntree_plugin.commands.doctor.checks import device_type, memory
 from dyntree_plugin.commands.doctor.report import Check
@@ -88,6 +89,8 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
         yield Check("draft", "warn", unseen)
     for line in check.look_up_advice(config, device_type()):
         yield Check("look-up", "ok", line)
+    if note := state_note(config):
+        yield Check("states", "ok", note)
     yield from offloading.checks(config)
     models = [("target", config.model_config)]
     if plan.has_draft:

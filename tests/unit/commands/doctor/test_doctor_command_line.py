@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from random_targets import random_target
 from typer.testing import CliRunner
 
 from dyntree_plugin import cli
@@ -103,3 +105,24 @@ def test_the_command_takes_the_servers_arguments_behind_two_dashes(
     assert done.exit_code == 1, done.output
     options = {"build_kernels": True, "as_json": False, "verbose": False}
     assert received == [(line, options)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "told"),
+    [
+        ("nemotron_h", [], "2 recurrent layers keep 0.02 MB"),
+        ("nemotron_h", [], "chains of 8 tokens they keep 0.30 MB. Prefixes are found"),
+        ("falcon_h1", ["--no-enable-prefix-caching"], "2 recurrent layers keep 0.02 MB"),
+    ],
+)
+def test_it_says_what_states_take(
+    tmp_path: Path, kind: str, more: list[str], told: str, line: Line
+) -> None:
+    """By hand: a layer of Nemotron-H keeps 3 inputs of 192 channels, and 8 x 16 x 16 numbers; a
+    chain keeps nine times 11 inputs, and nine such states."""
+    target = str(random_target(tmp_path / kind, kind))
+    drafting = {"method": "ngram_gpu", "model": None, "num_speculative_tokens": 8}
+    found = checked([target, *line("--max-model-len", "512", *more, **drafting)[1:]])
+    (states,) = [each for each in found if each.name == "states"]
+    assert told in states.found
+    assert ("Prefixes" in states.found) == (not more)
