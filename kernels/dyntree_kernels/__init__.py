@@ -20,6 +20,7 @@ Every implementation of tree attention shares one contract::
   and a draft forward has few rows over all scratch positions.
 - features: `LayerFeatures` of the layer. A kernel raises ValueError for features that it does not
   serve (`features.SERVED`). The position of a row is ctx_lens[r] plus the number of its bits minus
-  1. A window must have more positions than any row has bits: it hides parts of the context alone.
+  1; with the feature `both_ways` it is ctx_lens[r] plus the number of rows of r before it. A window
+  must have more positions than any row has bits: it hides parts of the context alone.
 - Softmax and both products are accumulated in fp32.
 """

@@ -29,7 +29,7 @@ ADVICE: Mapping[str, str] = {
 """For each feature that a device may not serve, why, and what to do then."""
 
 SCALES = frozenset({"query_scale", "key_scale", "value_scale"})
-_MASKS = frozenset({"window", "soft_cap", "sinks"})
+_MASKS = frozenset({"window", "both_ways", "soft_cap", "sinks"})
 
 SERVED: Mapping[str, frozenset[str]] = {
     "reference": _MASKS | SCALES,
@@ -53,15 +53,18 @@ class LayerFeatures:
     """Facts of one layer of attention with H query heads; None for what the layer does not have.
 
     ``scale``: of the products of queries and keys. ``window``: positions that a row sees, its own
-    included. ``chunk``: positions of a chunk; a row sees nothing before its chunk. ``soft_cap``: a
-    score s becomes soft_cap * tanh(s / soft_cap). ``sinks`` [H]: a logit for each query head that
-    no value belongs to. ``alibi`` [H]: slopes of a bias by distance. ``query_scale``,
-    ``key_scale``, ``value_scale`` float32, one number or one for each KV head: factors of quantised
-    queries, keys and values. Tensors are the layer's own, on its device.
+    included. ``both_ways``: a row of a block sees those after it, too, so that its place, and not
+    the number of its bits, gives the window's edge. ``chunk``: positions of a chunk; a row sees
+    nothing before its chunk. ``soft_cap``: a score s becomes soft_cap * tanh(s / soft_cap).
+    ``sinks`` [H]: a logit for each query head that no value belongs to. ``alibi`` [H]: slopes of a
+    bias by distance. ``query_scale``, ``key_scale``, ``value_scale`` float32, one number or one for
+    each KV head: factors of quantised queries, keys and values. Tensors are the layer's own, on its
+    device.
     """
 
     scale: float
     window: int | None = None
+    both_ways: bool | None = None
     chunk: int | None = None
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None

@@ -19,7 +19,8 @@ def masked_attention(
     Args:
         q: [n, H, D]; keys: [L, Hkv, D], values: [L, Hkv, V], positions in cache order.
         mask: bool [n, L], whether a row sees a position. Of these it sees the last ones alone, as
-            many as a window has. A position that no row sees may hold any value.
+            many as a window has; in a block, whose rows are the last positions, it sees those that
+            the window has up to its own. A position that no row sees may hold any value.
 
     Returns:
         float64 [n, H, V]; zeros for a row that sees nothing.
@@ -29,7 +30,10 @@ def masked_attention(
     """
     features.check("reference")
     q, keys, values, group = *_widened(q, keys, values, features), q.shape[1] // keys.shape[1]
-    if features.window is not None:
+    if features.both_ways and features.window is not None:
+        places = torch.arange(mask.shape[1], device=mask.device)
+        mask = mask & (places > places[-len(mask) :, None] - features.window)
+    elif features.window is not None:
         mask = mask & (mask.flip(1).cumsum(1).flip(1) <= features.window)
     used = mask.any(0)
     k, v = (x[used].repeat_interleave(group, 1) for x in (keys, values))

@@ -255,6 +255,21 @@ class FeatureChecks(AttentionChecks):
                 out = case.broken(0, edge, "values", torch.nan).run(**way).cpu()
                 assert torch.equal(out.isnan().flatten(1).any(1), depths < depth)
 
+    def test_the_edge_of_a_window_follows_the_place_of_a_row_that_sees_both_ways(self) -> None:
+        """Control: as in a tree, whose rows all have as many bits, they differ."""
+        block, contexts = torch.ones(9, 9, dtype=torch.bool), [77, 0, WINDOW - 4, 200]
+        for layout in self.layouts:
+            case = self.with_features([block] * 4, contexts, "window", **layout)
+            case.without_nan()
+            of_trees = case.run()
+            case.features = dataclasses.replace(case.features, both_ways=True)
+            for way in self.ways:
+                assert_matches(case, **way)
+            assert not torch.isclose(case.run()[:8], of_trees[:8]).flatten(1).all(1).any()
+            for place in range(5):
+                out = case.broken(0, 77 - WINDOW + place, "values", torch.nan).run().cpu()
+                assert torch.equal(out[:9].isnan().flatten(1).any(1), torch.arange(9) < place)
+
     def test_a_row_that_sees_its_sink_alone_gets_zeros(self) -> None:
         for way in self.ways:
             case = self.with_features([tree_mask(chain(3))], [0], "all")

@@ -14,10 +14,12 @@ UNQUANTISED = ("auto", "float32", "bfloat16", "float16")
 def features_of(layer: Any) -> LayerFeatures:
     """Return what tree attention must know of a layer of vLLM's class ``Attention``."""
     impl = layer.impl
+    window = _window(layer)
     quantised = layer.kv_cache_dtype not in UNQUANTISED
     return LayerFeatures(
         scale=impl.scale,
-        window=_window(layer),
+        window=window,
+        both_ways=True if window and getattr(impl, "both_ways", False) else None,
         chunk=getattr(layer, "attention_chunk_size", None),
         soft_cap=getattr(impl, "logits_soft_cap", None) or None,  # 0 stands for none
         sinks=getattr(impl, "sinks", None),

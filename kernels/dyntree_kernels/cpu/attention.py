@@ -47,20 +47,24 @@ def _seen_word(bits, column):
 
 
 @compiled
-def _first_seen(bits, ctx, window, edges):
+def _first_seen(bits, ctx, window, place, edges):
     """Fill `edges` with the first position of the context that each row sees.
 
     Return the least and the greatest. The position of a row is that of its last ancestor in a
-    chain: it sees the context, then as many columns as it has bits.
+    chain: it sees the context, then as many columns as it has bits. With a negative window rows see
+    each other both ways, and follow one another from `place` after the context.
     """
     least, greatest = np.int64(ctx), np.int64(0)
     for i in range(bits.shape[0]):
         length = np.int64(ctx)
-        for word in bits[i]:
-            while word != 0:
-                word &= word - np.uint32(1)
-                length += 1
-        edges[i] = min(max(length - window, 0), ctx)
+        if window < 0:
+            length += place + i + 1
+        else:
+            for word in bits[i]:
+                while word != 0:
+                    word &= word - np.uint32(1)
+                    length += 1
+        edges[i] = min(max(length - abs(window), 0), ctx)
         least, greatest = min(least, edges[i]), max(greatest, edges[i])
     return least, greatest
 
@@ -88,14 +92,15 @@ def seen_words(words, bits, heads, ctx, start, edges):
 @compiled
 def _chunk_attention(
     q, keys, values, n, paired, k_steps, v_steps, table, ctx, bits, heads, out, workspace, words,
-    beyond, head,
+    beyond, head, place,
 ):  # fmt: skip
     """Compute the attention of the rows of one chunk over one KV head.
 
     q, out: [rows, D], one row for each tree row and each of the `heads` query heads from `head` on;
     q is scaled. A row that sees no position gets zeros. bits: [rows / heads, words]. k_steps,
     v_steps: block stride, and offset of the KV head. workspace, words: working memory. beyond:
-    window, soft cap, and sinks [H], or None; either compiles a separate function.
+    window, soft cap, and sinks [H], or None; either compiles a separate function. place: of the
+    first row among those of its request.
     """
     rows, d = q.shape
     tile_size = d * TILE
@@ -111,7 +116,7 @@ def _chunk_attention(
     first, whole, edges = 0, 0, None
     if beyond is not None:
         edges = np.empty(bits.shape[0], np.int64)
-        first, whole = _first_seen(bits, ctx, beyond[0], edges)
+        first, whole = _first_seen(bits, ctx, beyond[0], place, edges)
         _begin_with_sinks(state, beyond[2], head, heads)
     for start in range(first // TILE * TILE, ctx + 32 * bits.shape[1], TILE):
         seen, masked = ALL, start + TILE > ctx or start < whole
@@ -217,7 +222,7 @@ def _tree_attention(
                         queries, keys, values, n, paired, (steps[0], h * steps[1]),
                         (steps[2], h * steps[3]), block_table[r], ctx,
                         bits[first : first + count], heads, result, space[2 * rows * d :],
-                        words[thread], beyond, h * heads,
+                        words[thread], beyond, h * heads, first - qo_indptr[r],
                     )  # fmt: skip
                     if scales[1, h] != np.float32(1):
                         _multiply(result, scales[1, h])
@@ -312,11 +317,13 @@ class TreeAttention:
 def _beyond(
     features: LayerFeatures, heads: int
 ) -> tuple[np.int64, np.float32, np.ndarray[Any, Any]] | None:
-    """Return the window, the soft cap and the sinks [H] of a layer as the kernel takes them."""
+    """Return the window, negative if rows see each other both ways, the soft cap and the sinks [H]
+    of a layer as the kernel takes them."""
     if features.beyond <= SCALES:
         return None
     sinks = torch.full((heads,), -torch.inf) if features.sinks is None else features.sinks
     window = _NO_WINDOW if features.window is None else np.int64(features.window)
+    window = -window if features.both_ways else window
     return window, np.float32(features.soft_cap or 0), sinks.detach().float().contiguous().numpy()
 
 

@@ -71,6 +71,7 @@ def _tree_attention(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     BLOCKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NODES: tl.constexpr,
     WORDS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    BOTH_WAYS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -110,8 +111,11 @@ def _tree_attention(
     begin = context_tiles * 0
     lead = context_tiles * 0
     if WINDOW > 0:
-        ancestors = row_bits(BITS, token, node, real, s_bits, words, BM)
-        edge = tl.where(real, tl.minimum(tl.maximum(ctx + ancestors - WINDOW, 0), ctx), ctx)
+        if BOTH_WAYS:
+            length = ctx + node + 1
+        else:
+            length = ctx + row_bits(BITS, token, node, real, s_bits, words, BM)
+        edge = tl.where(real, tl.minimum(tl.maximum(length - WINDOW, 0), ctx), ctx)
         begin = tl.min(edge, 0) // BN
         lead = tl.minimum(tl.cdiv(tl.max(tl.where(real, edge, 0), 0), BN), context_tiles)
     plain = context_tiles - lead
@@ -312,7 +316,8 @@ def tree_attention(
         BLOCKS=block_table.shape[1], BM=tile.block_m, BN=tile.block_n,
         NODES=triton.next_power_of_2(nodes_per_tile(tile.block_m, group)),
         WORDS=triton.next_power_of_2(words), WINDOW=features.window or 0,
-        CAP=(features.soft_cap or 0.0) * LOG2_E, num_warps=tile.warps, num_stages=tile.stages,
+        CAP=(features.soft_cap or 0.0) * LOG2_E, BOTH_WAYS=bool(features.both_ways),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         heads_per_program = min(8, triton.next_power_of_2(heads))
