@@ -207,9 +207,8 @@ def _write(folder: Path, config: Any, seed: int) -> None:
         shutil.copy(source / file, folder / file)
 
 
-def with_cache_scales(folder: Path, kind: str, of_keys: float, of_values: float) -> Path:
-    """Write a `random_target` whose checkpoint has scales for a cache in float8_e4m3fn."""
-    random_target(folder, kind)
+def add_cache_scales(folder: Path, of_keys: float, of_values: float) -> Path:
+    """Add scales for a cache in float8_e4m3fn to the checkpoint of a target; return ``folder``."""
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
     quantisation = {
         "quant_method": "compressed-tensors",

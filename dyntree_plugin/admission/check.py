@@ -33,7 +33,6 @@ from dyntree_plugin.admission.refusals import (
 from dyntree_plugin.admission.shared_experts import EXPERT_DRAFT_REFUSALS, EXPERT_REFUSALS
 from dyntree_plugin.admission.states import state_refusals, tree_refusals
 from dyntree_plugin.admission.versions import platform_refusal, version_refusal
-from dyntree_plugin.admission.windows import WINDOW_REFUSALS
 from dyntree_plugin.options.methods import BLOCKS, HEADS, OF_TARGET, WITH_DRAFT, WITHOUT_DRAFT
 from dyntree_plugin.options.options import NAMESPACE, DynTreeOptions
 
@@ -162,7 +161,7 @@ def _refusals(
             "leave it out"
         )
     of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}.get(device_type, ())
-    of_targets = (*state_refusals(device_type), *LATENT_REFUSALS, *MROPE_REFUSALS, *WINDOW_REFUSALS)
+    of_targets = (*state_refusals(device_type), *LATENT_REFUSALS, *MROPE_REFUSALS)
     of_options = (*QUANTISED_CACHE_REFUSALS, *CONNECTOR_REFUSALS, *BLOCK_REFUSALS)
     of_options += EXPERT_REFUSALS
     yield from _found((*ENGINE_REFUSALS, *of_targets, *of_options, *of_device), vllm_config)

@@ -14,7 +14,7 @@ LATENT_REFUSALS = (
         bool,
         "trees do not pass sparse attention with an indexer (DSA); use a model without",
     ),
-    *_LATENT.uncompared("dtype", "enable_lora", "kv_cache_dtype"),
+    *_LATENT.uncompared("enable_lora", "kv_cache_dtype"),
 )
 """Checks of ``VllmConfig``."""
 

@@ -11,7 +11,7 @@ _QUANTISED = Targets(
 )
 
 QUANTISED_CACHE_REFUSALS = (
-    *_QUANTISED.uncompared("dtype", "enable_lora", "kv_cache_dtype_skip_layers"),
+    *_QUANTISED.uncompared("kv_cache_dtype_skip_layers"),
     *_QUANTISED.uncompared("kv_transfer_config", "use_gemma4_mtp"),
 )
 """Checks of ``VllmConfig``."""

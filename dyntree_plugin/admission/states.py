@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyntree_kernels.features import KV_CACHE_DTYPES, MOST_RECURRENT_ROWS
 from dyntree_plugin.admission.offloading import backend_of
-from dyntree_plugin.admission.refusals import Refusal
+from dyntree_plugin.admission.refusals import Refusal, dtype_of
 from dyntree_plugin.admission.uncompared import Targets
 
 if TYPE_CHECKING:
@@ -42,13 +42,22 @@ CACHED = {
 _RECURRENT_LAYERS = ("mamba", "linear_attention", "conv", "hybrid")
 """Their names in models' configurations; `hybrid` has attention beside."""
 
+IN_FLOAT16 = ("NemotronHForCausalLM", "Lfm2ForCausalLM")
+"""Those whose tokens were compared in fp16; vLLM's kernel of Gated DeltaNet for CPUs takes none."""
+
 _RECURRENT = Targets("is_hybrid", lambda m: m.is_hybrid)
 
 _REFUSALS = (
     *_RECURRENT.uncompared(
-        *("dtype", "quantization", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
+        *("quantization", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
         "prefix_match_unit",
         *("VLLM_SSM_CONV_STATE_LAYOUT", "enable_lora"),
+    ),
+    _RECURRENT.refusal(
+        "dtype, architecture",
+        lambda c: (dtype_of(c.model_config), c.model_config.architecture),
+        lambda found: found[0] == "float16" and found[1] not in IN_FLOAT16,
+        f"compared in float16 are {' and '.join(IN_FLOAT16)}; set --dtype to bfloat16 or float32",
     ),
     _RECURRENT.refusal(
         "enable_prefix_caching, pipeline_parallel_size",

@@ -1,4 +1,4 @@
-"""LoRA adapters of the embedded target, with random weights, and ways to mix them up."""
+"""LoRA adapters with random weights, and ways to mix them up."""
 
 from __future__ import annotations
 
@@ -37,15 +37,20 @@ def named(folder: str | None) -> Any:
 
 
 def write_adapter(
-    folder: Path, seed: int, modules: Sequence[str], scale: float, output: float = 0.0
+    folder: Path,
+    seed: int,
+    target: Path,
+    modules: Sequence[str] = (*ATTENTION, *MLP),
+    scale: float = 0.1,
+    output: float = 0.0,
 ) -> str:
-    """Write an adapter of these modules of every layer, and return its folder.
+    """Write an adapter of these modules of every layer of ``target``, and return its folder.
 
     ``scale`` and ``output``: what a module, and the output layer, adds to a row of unit variance.
     """
     folder.mkdir(parents=True)
     draws = torch.Generator().manual_seed(seed)
-    config = AutoConfig.from_pretrained(pair.paths()["target"])
+    config = AutoConfig.from_pretrained(target)
     width, heads = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * heads, config.num_key_value_heads * heads
     inner = config.intermediate_size
@@ -88,9 +93,10 @@ def write_adapter(
 
 def two_adapters(folder: Path) -> tuple[str, str]:
     """Write adapters of all linear layers, and of attention and the output layer."""
+    target = pair.paths()["target"]
     return (
-        write_adapter(folder / "layers", 1, (*ATTENTION, *MLP), 0.1),
-        write_adapter(folder / "output", 2, ATTENTION, 0.1, output=0.5),
+        write_adapter(folder / "layers", 1, target),
+        write_adapter(folder / "output", 2, target, ATTENTION, output=0.5),
     )
 
 

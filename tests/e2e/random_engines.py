@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from adapters import LORA, write_adapter
 from comparison import by_request, mismatches
 from device_identity import VOCABULARY, noise
 from engine_process import Output, Request, Result, Run, serve
-from features import PROMPTS, SEEDS
+from features import PROMPTS, SEEDS, adapters_in_turn, long
 from margins import MARGINS, Scores, Verdict, places, scores_of, scoring, verdict
 from ranks import serve_on_ranks
 from stages import serve_in_stages
@@ -35,10 +37,54 @@ RUN = Run(REQUESTS)
 FLOAT32_DELTA_NET = {"worker_extension_cls": "float32_delta_net.Extension"}
 """What engines without trees take besides if the target has Gated DeltaNet in float32."""
 ABORTED = Run(REQUESTS, abort_after={number: 2 + number % 5 for number in range(0, 30, 2)})
+LONG = Run(
+    [
+        long(number, ("greedy", "full")[number % 2], 40 + number * 37 % 161, max_tokens=40, **FEW)
+        for number in range(24)
+    ]
+)
+LONG_ABORTED = Run(LONG.requests, abort_after={n: 2 + n % 5 for n in range(0, 24, 2)})
+CONTINUED = Run(
+    [
+        replace(
+            long(number, ("greedy", "full")[number % 2], 123 + number % 4, max_tokens=40, **FEW),
+            turns=3,
+        )
+        for number in range(9)
+    ],
+    batch=3,
+)
+"""Conversations. Blocks of states have 32 or 64 tokens: a turn decodes past the end of one, which
+the next turn finds in the prefix cache."""
+TIGHT = {
+    "max_model_len": 256,
+    "max_num_batched_tokens": 48,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 18,
+}
+"""Prompts come in chunks, and requests are preempted."""
 NODES = 8
+MIXED_UP = ("nodes_without_adapters", "adapters_of_others")
+"""Names of sabotages that change the adapters of linear layers."""
 
 Engines = Mapping[str, tuple[dict[str, Any], dict[str, Run]]]
 """Arguments and runs by name."""
+
+
+def with_adapters(plain: dict[str, Any], draft: dict[str, Any]) -> Engines:
+    """Two adapters of all linear layers, and none, in one batch."""
+    target = Path(plain["model"])
+    folders = [
+        write_adapter(target.with_name(f"{target.name} adapter {seed}"), seed, target)
+        for seed in (1, 2)
+    ]
+    run = Run(adapters_in_turn(LONG.requests, folders))
+    # vLLM has room for one change of adapter per request: 16.
+    broken = {each: replace(run, sabotage=each, batch=7) for each in MIXED_UP}
+    return {
+        "plain with adapters": (plain | LORA, {"sound": run}),
+        "adapters": (draft | LORA, {"sound": run} | broken),
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,23 +111,25 @@ class Target:
                 self.results[engine] = serve(arguments, runs, threads=1, **own)
         return self.results[engine]
 
-    def differing(self, engine: str, name: str, plain: str = "plain") -> int:
+    def differing(self, engine: str, name: str, plain: str = "") -> int:
         """Count the requests of a run whose tokens are not those of the engine ``plain``."""
+        plain = plain or ("plain with adapters" if engine == "adapters" else "plain")
         wanted: dict[str, Output] = {}
         for of_plain, run in self.engines[plain][1].items():
             wanted |= by_request(run, self.served(plain)[of_plain])
         return len(mismatches(self.engines[engine][1][name], self.served(engine)[name], wanted))
 
-    def in_bfloat16(self) -> Verdict:
-        """Compare the engines "plain in bfloat16" and "draft in bfloat16"."""
-        plain = self.served("plain in bfloat16")["sound"]
-        run = self.engines["plain in bfloat16"][1]["sound"]
-        found = places(run, self.served("draft in bfloat16")["sound"], by_request(run, plain))
+    def in_half(self, dtype: str = "bfloat16", margin: str = "") -> Verdict:
+        """Compare the engines "plain in DTYPE" and "draft in DTYPE", with the margin of that type
+        or of another one."""
+        name = f"plain in {dtype}"
+        plain, run = self.served(name)["sound"], self.engines[name][1]["sound"]
+        found = places(run, self.served(f"draft in {dtype}")["sound"], by_request(run, plain))
         apart = [place for place in found if place is not None]
         scores: list[Scores] = []
         if apart:
             runs = {"scores": scoring(apart, VOCABULARY)}
-            answers = serve(self.engines["plain in bfloat16"][0], runs, threads=1)["scores"].outputs
+            answers = serve(self.engines[name][0], runs, threads=1)["scores"].outputs
             scores = scores_of([answer for answer in answers if answer is not None])
         answers = [answer for answer in plain.outputs if answer is not None]
-        return verdict(found, answers, scores, noise, MARGINS["bfloat16"])
+        return verdict(found, answers, scores, noise, MARGINS[margin or dtype])

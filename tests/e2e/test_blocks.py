@@ -77,7 +77,7 @@ def test_in_bfloat16_tokens_differ_by_rounding_alone(
     target: Target, tell: Callable[[str], None]
 ) -> None:
     """Control: with keys and values left where the tree put them, more of them differ."""
-    judged = target.in_bfloat16()
+    judged = target.in_half()
     tell(f"a block draft in bfloat16: {judged}")
     assert judged.unexcused == 0
     assert judged.excused <= len(REQUESTS) // 5

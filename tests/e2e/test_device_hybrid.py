@@ -39,7 +39,7 @@ def test_tokens_differ_by_rounding_alone(tmp_path: Path, tell: Callable[[str], N
             name: (trees, {"sound": RUN, "again": RUN, "commit_dropped": dropped}),
         }
     )
-    judged = served.in_bfloat16()
+    judged = served.in_half()
     tell(f"Qwen3-Next with 8 layers in bfloat16: {judged}")
     assert judged.unexcused == 0
     assert accepted_per_step(served.served(name)["sound"]) > 0.3

@@ -66,7 +66,7 @@ def test_the_tokens_are_those_of_the_quantised_target_but_for_ties(
 ) -> None:
     """Control: after a broken walk, more of them differ."""
     own = target(form)
-    found = own.in_bfloat16()
+    found = own.in_half()
     tell(f"{form}: {found.as_json()}")
     assert found.unexcused == 0
     assert found.excused < found.requests / 2

@@ -65,7 +65,6 @@ def test_eagle_heads_with_latent_attention_are_refused(latent: VllmConfig) -> No
     ("path", "value", "named"),
     [
         ("model_config.hf_text_config.index_topk", 2048, "index_topk=(True, 2048)"),
-        ("model_config.dtype", torch.float16, "dtype=(True, 'float16')"),
         ("lora_config", object(), "enable_lora=(True, True)"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from configurations import changed, refusal_of
 from vllm.config import KVTransferConfig
+from vllm.config.lora import LoRAConfig
 
 from dyntree_plugin.admission import check
 from dyntree_plugin.engine.attention import served
@@ -35,10 +36,17 @@ def test_a_cache_in_e4m3_is_admitted(quantised: VllmConfig, device: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("path", "value"), [("model_config.dtype", torch.float16), ("lora_config", LoRAConfig())]
+)
+def test_it_is_admitted_in_fp16_and_with_adapters(
+    quantised: VllmConfig, path: str, value: Any
+) -> None:
+    check.refuse_unserved(changed(quantised, path, value), DynTreeOptions(), "cpu", WORKERS)
+
+
+@pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("model_config.dtype", torch.float16, "kv_cache_dtype, dtype="),
-        ("lora_config", object(), "kv_cache_dtype, enable_lora="),
         ("cache_config.kv_cache_dtype_skip_layers", ["0"], "kv_cache_dtype_skip_layers="),
         ("kv_transfer_config", NIXL, "kv_cache_dtype, kv_transfer_config="),
         ("speculative_config.use_gemma4_mtp", lambda: True, "kv_cache_dtype, use_gemma4_mtp="),

@@ -115,7 +115,6 @@ def test_on_cuda_more_is_refused(admitted: VllmConfig) -> None:
     ("option", "value", "named"),
     [
         ("model_config.architecture", "BambaForCausalLM", "architecture=(True, 'BambaFor"),
-        ("model_config.dtype", "float16", "dtype=(True, 'float16')"),
         ("model_config.quantization", "awq", "quantization=(True, 'awq')"),
         ("cache_config.mamba_cache_dtype", "float32", "mamba_cache_dtype=(True, 'float32')"),
         ("cache_config.mamba_ssm_cache_dtype", "float16", "mamba_ssm_cache_dtype=(True, "),
@@ -130,6 +129,16 @@ def test_what_was_not_compared_is_refused_for_recurrent_targets_alone(
     check.refuse_unserved(alone, DynTreeOptions(), "cpu", WORKERS)
     reason = refusal_of(changed(_hybrid(admitted), option, value))
     assert f"is_hybrid, {named}" in reason
+
+
+@pytest.mark.parametrize("architecture", states.CACHED["cpu"])
+def test_some_targets_are_admitted_in_float16(admitted: VllmConfig, architecture: str) -> None:
+    half = changed(_hybrid(admitted, architecture), "model_config.dtype", "float16")
+    if architecture in states.IN_FLOAT16:
+        check.refuse_unserved(half, DynTreeOptions(), "cpu", WORKERS)
+    else:
+        named = f"is_hybrid, dtype, architecture=(True, ('float16', {architecture!r}))"
+        assert named in refusal_of(half)
 
 
 def test_another_layout_of_convolutions_is_refused(
