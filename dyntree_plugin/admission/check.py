@@ -16,7 +16,7 @@ from dyntree_plugin.admission.blocks import BLOCK_DRAFT_REFUSALS, BLOCK_REFUSALS
 from dyntree_plugin.admission.connectors import CONNECTOR_REFUSALS
 from dyntree_plugin.admission.cuda_backends import CUDA_REFUSALS
 from dyntree_plugin.admission.heads import HEAD_REFUSALS
-from dyntree_plugin.admission.latent import LATENT_DRAFT_REFUSALS, LATENT_REFUSALS
+from dyntree_plugin.admission.latent import LATENT_DRAFT_REFUSALS, LATENT_ON_CPU, LATENT_REFUSALS
 from dyntree_plugin.admission.mrope import MROPE_REFUSALS
 from dyntree_plugin.admission.quantised_caches import QUANTISED_CACHE_REFUSALS
 from dyntree_plugin.admission.refusals import (
@@ -160,7 +160,8 @@ def _refusals(
             f"scheduler_cls={scheduler!r} is not supported: trees need dyntree's scheduler; "
             "leave it out"
         )
-    of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}.get(device_type, ())
+    on_cpu = (*CPU_REFUSALS, *LATENT_ON_CPU)
+    of_device = {"cpu": on_cpu, "cuda": CUDA_REFUSALS}.get(device_type, ())
     of_targets = (*state_refusals(device_type), *LATENT_REFUSALS, *MROPE_REFUSALS)
     of_options = (*QUANTISED_CACHE_REFUSALS, *CONNECTOR_REFUSALS, *BLOCK_REFUSALS)
     of_options += EXPERT_REFUSALS

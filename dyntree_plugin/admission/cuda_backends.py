@@ -3,38 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from dyntree_plugin.admission.refusals import Refusal, dtype_of
+from dyntree_kernels.features import KV_CACHE_DTYPES
+from dyntree_plugin.admission.refusals import Refusal, dtype_of, kv_cache_dtype
 
 CUDA_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 """vLLM's attention backends on CUDA that serve trees; vLLM chooses among them."""
 
 LATENT_CUDA_BACKENDS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA")
 """Those for multi-head latent attention; they need 16-bit types. The first one runs on every GPU,
-the others on Hopper."""
+the others on Hopper. The last one reads no quantised cache."""
 
 
 def _named(attention_backend: Any) -> str | None:
     return None if attention_backend is None else str(attention_backend.name)
 
 
-def _backend_refusal(option: str, named: Callable[[Any], str | None], latent: bool) -> Refusal:
-    """Return a check of an option that names the backend of targets with latent attention, or of
-    others."""
-    backends = LATENT_CUDA_BACKENDS if latent else CUDA_BACKENDS
-    return Refusal(
-        option,
-        lambda c: named(c) if c.model_config.use_mla == latent else None,
-        lambda name: name not in (None, *backends),
-        f"trees run on {', '.join(backends[:-1])} and {backends[-1]}; leave it out",
-    )
+class _Kind(NamedTuple):
+    """Targets with or without latent attention, and a quantised cache of it; what serves them."""
+
+    latent: bool
+    quantised: bool
+    backends: tuple[str, ...]
+
+    def refusal(self, option: str, named: Callable[[Any], str | None]) -> Refusal:
+        """Return a check of an option that names the backend of such targets."""
+
+        def value(config: Any) -> str | None:
+            latent = config.model_config.use_mla
+            quantised = latent and kv_cache_dtype(config) in KV_CACHE_DTYPES
+            return named(config) if (latent, quantised) == self[:2] else None
+
+        return Refusal(
+            option,
+            value,
+            lambda name: name not in (None, *self.backends),
+            f"trees{' over quantised caches' * self.quantised} run on "
+            f"{', '.join(self.backends[:-1])} and {self.backends[-1]}; leave it out",
+        )
+
+
+_KINDS = (
+    _Kind(False, False, CUDA_BACKENDS),
+    _Kind(True, False, LATENT_CUDA_BACKENDS),
+    _Kind(True, True, LATENT_CUDA_BACKENDS[:2]),
+)
 
 
 CUDA_REFUSALS = (
     *(
-        _backend_refusal(option, named, latent)
-        for latent in (False, True)
+        kind.refusal(option, named)
+        for kind in _KINDS
         for option, named in (
             ("attention_backend", lambda c: _named(c.attention_config.backend)),
             (

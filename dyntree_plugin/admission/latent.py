@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dyntree_plugin.admission.refusals import Refusal
+from dyntree_kernels.features import KV_CACHE_DTYPES
+from dyntree_plugin.admission.refusals import Refusal, kv_cache_dtype
 from dyntree_plugin.admission.uncompared import Targets
 
 _LATENT = Targets("use_mla", lambda m: m.use_mla)
@@ -14,9 +15,19 @@ LATENT_REFUSALS = (
         bool,
         "trees do not pass sparse attention with an indexer (DSA); use a model without",
     ),
-    *_LATENT.uncompared("enable_lora", "kv_cache_dtype"),
+    *_LATENT.uncompared("enable_lora"),
 )
 """Checks of ``VllmConfig``."""
+
+LATENT_ON_CPU = (
+    _LATENT.refusal(
+        "kv_cache_dtype",
+        kv_cache_dtype,
+        lambda dtype: dtype in KV_CACHE_DTYPES,
+        "vLLM's latent attention on a CPU reads no quantised cache; set it to the model's type",
+    ),
+)
+"""Those on a CPU besides."""
 
 LATENT_DRAFT_REFUSALS = (
     Refusal(

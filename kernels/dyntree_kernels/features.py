@@ -36,6 +36,8 @@ SERVED: Mapping[str, frozenset[str]] = {
     "cpu": _MASKS | SCALES - {"query_scale"},
     "triton": _MASKS | SCALES,
     "flashinfer": frozenset(),
+    "latent, cpu": frozenset(),
+    "latent, triton": SCALES,
 }
 """The features that each kernel of tree attention serves."""
 

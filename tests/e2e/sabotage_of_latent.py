@@ -17,9 +17,9 @@ def without_rope_part(runner: Any) -> Iterator[None]:
 
     stock = LatentTreeAttention.__call__
 
-    def attend(self: Any, q: torch.Tensor, cache: Any, out: torch.Tensor, scale: float) -> None:
+    def attend(self: Any, q: torch.Tensor, cache: Any, out: torch.Tensor, features: Any) -> None:
         values = torch.arange(q.shape[-1]) < out.shape[-1]
-        stock(self, q * values, cache, out, scale)
+        stock(self, q * values, cache, out, features)
 
     with mock.patch.object(LatentTreeAttention, "__call__", attend):
         yield

@@ -25,7 +25,7 @@ from engine_process import Request, Result, Run, serve
 from latent_targets import CONFIGS as LATENT
 from latent_targets import latent_head, latent_target
 from random_engines import FEW, FLOAT32_DELTA_NET, REQUESTS
-from random_targets import gemma4_assistant, random_target
+from random_targets import add_cache_scales, gemma4_assistant, random_target
 from slow import marked
 from vision_targets import CONFIGS as VISION
 from vision_targets import vision_target
@@ -49,10 +49,17 @@ CACHED = {
 """So few blocks preempt requests."""
 SMALL_STATES = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 """So that a block has 64 tokens."""
+FP8 = {
+    "kv_cache_dtype": "fp8",
+    "enable_prefix_caching": False,
+    "max_num_batched_tokens": 160,
+}
+"""vLLM for CPUs reads no chunks of quantised latent vectors, so prompts are read whole."""
 OF_TEXT = {"language_model_only": True}
 TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "deepseek_v2": ("draft", {"block_size": 16}, {}),
     "deepseek_v2 with a head": ("EAGLE-3", {"block_size": 16}, {}),
+    "deepseek_v2 in FP8": ("draft", {"block_size": 16} | FP8, {}),
     "deepseek_v3": ("module", {"block_size": 16}, {}),
     "nemotron_h": ("look-up", WITHOUT_CACHE, {}),
     "nemotron_h, cached": ("look-up", CACHED, WITHOUT_CACHE),
@@ -105,6 +112,7 @@ _BLOCKS = tuple(each.__name__ for each in sabotage_of_states.OF_BLOCKS)
 CONTROLS = dict.fromkeys(TARGETS, _COMMITS) | {
     "deepseek_v2": (*_MOVES, "wrong_ancestor_bit"),
     "deepseek_v2 with a head": _MOVES,
+    "deepseek_v2 in FP8": ("half_moves",),
     "deepseek_v3": (),  # The module of so small a target guesses too little for a control.
     "qwen2_5_vl": (*_MOVES, "rows_in_place_of_depths"),
     "gemma4_text": _MOVES,
@@ -116,7 +124,11 @@ BROKEN = [(target, name) for target, names in CONTROLS.items() for name in names
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine without trees gave, and an emulated one by the names of its runs."""
+    """What an engine without trees gave, and an emulated one by the names of its runs.
+
+    vLLM for CPUs has no quantised cache of latent vectors; there the engine without trees is the
+    emulated one, whose requests want no node.
+    """
 
     run: Run
     plain: Result
@@ -147,27 +159,36 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
     @cache
     def of_kind(name: str) -> Served:
         source, common, of_plain = TARGETS[name]
-        kind, *cached = name.replace(" with a head", "").split(", ")
+        kind, *cached = name.split(" with a ")[0].split(" in ")[0].split(", ")
         make = (
             latent_target if kind in LATENT else vision_target if kind in VISION else random_target
         )
         small = SMALL_STATES if cached and kind == "qwen3_next" else {}
         model = str(make(tmp_path_factory.mktemp("targets") / kind, kind, **small))
+        quantised = "kv_cache_dtype" in common
+        if quantised:
+            add_cache_scales(Path(model), 0.02, 0.02)
         # vLLM's operator for a CPU rotates heads of other tokens where a model gives it three axes.
         options: dict[str, Any] = {"custom_ops": ["-rotary_embedding"]}
         common = LIMITS | common | {"model": model, "compilation_config": options}
         run = CONTINUED if cached else RUNS[kind if kind in RUNS else source]
         without = workload.without_tree() | common | of_plain
         serve_plainly = image_engine.serve if kind in VISION else partial(serve, threads=1)
-        plain = serve_plainly(without, {"": run})[""]
         trees = _engine(source, model)
         nodes = trees["speculative_config"]["num_speculative_tokens"]
         sizes = [requests * (nodes + 1) for requests in (1, 2, 4)]
         graphs = options | {"mode": 0, "cudagraph_capture_sizes": sizes}
         trees |= common | {"enforce_eager": False, "compilation_config": graphs}
-        runs = dict.fromkeys(("sound", "again")[: 1 if cached else 2], run)
+        runs = dict.fromkeys(("sound", "again")[: 1 if cached or quantised else 2], run)
         runs |= {each: replace(run, sabotage=each) for of, each in BROKEN if of == name}
-        return Served(run, plain, serve_emulated(trees, runs))
+        if quantised:
+            nobody = [
+                replace(each, params={**each.params, "extra_args": {"dyntree_nodes": 0}})
+                for each in run.requests
+            ]
+            emulated = serve_emulated(trees, runs | {"plain": Run(nobody)})
+            return Served(run, emulated["plain"].result, emulated)
+        return Served(run, serve_plainly(without, {"": run})[""], serve_emulated(trees, runs))
 
     return of_kind
 

@@ -43,50 +43,35 @@ pytestmark = pytest.mark.skipif(
     reason="this build of Triton has no ptxas and cuobjdump",
 )
 
-POINTERS = {
-    **dict.fromkeys(("Q", "KV", "CACHE", "OUT", "LOGITS"), "*bf16"),
-    **dict.fromkeys(("PARTIAL", "PARTIAL_M", "PARTIAL_L", "TEMPERATURES"), "*fp32"),
-    **dict.fromkeys(("SCORES", "SUMS"), "*fp32"),
-    **dict.fromkeys(("TABLE", "CTX", "INDPTR", "BITS"), "*i32"),
-    **dict.fromkeys(("LAYERS", "TOKENS", "PARENTS", "SAMPLED"), "*i64"),
-    **dict.fromkeys(("PATH", "SEEDS", "POSITIONS", "REQUESTS", "ROW_POSITIONS", "STORED"), "*i64"),
-    "ROW_ABOVE": "*i64",
-    **dict.fromkeys(("SLOTS", "DEPTHS", "FORWARDS", "ADDRESSES"), "*i64"),
-    **dict.fromkeys(("TEXTS", "LENGTHS", "KEYS"), "*i32"),
-    **dict.fromkeys(("TRIE_TOKENS", "TRIE_ABOVE", "FORWARDS"), "*i64"),
-    **dict.fromkeys(("EVIDENCE", "EDGES", "TRIE_EVIDENCE"), "*fp32"),
-    **dict.fromkeys(("EXISTS", "TRIE_EXISTS"), "*i1"),
-    **dict.fromkeys(("ABOVE", "EXPANSIONS", "GRAFT_DEPTHS"), "*i32"),
-    **dict.fromkeys(("LOGITS_BOUNDS", "ROWS_BOUNDS", "ANCESTORS"), "*i32"),
-    **dict.fromkeys(("SEQ_LENS", "PREFILL_LENS", "CTX_LENS"), "*i32"),
-    **dict.fromkeys(("VALUES", "OPEN", "FEATURES", "BASES", "WEIGHTS"), "*fp32"),
-    **dict.fromkeys(("STORED_VALUES", "STORED_FEATURES"), "*fp32"),
-    **dict.fromkeys(("BEST", "CLASSES", "NODES", "LEVELS", "USEFUL", "ROOTS", "SCRATCH"), "*i64"),
-    **dict.fromkeys(("BECAME", "COUNTS", "ADMITTED", "GROWN", "STORED_AT", "OUT_TOKENS"), "*i64"),
-    **dict.fromkeys(("IDS", "ROW_BITS", "EMITTED", "REJECTED"), "*i32"),
-    "REPORT": "*fp64",
-    **dict.fromkeys(("CHAINED", "CHAINED_AT", "FORBIDDEN", "MAPPED"), "*i1"),
-    **dict.fromkeys(("STRIDES", "LAST", "ENDS", "END_SLOTS"), "*i64"),
-    "TABLES": "*u64",
-    "SIZES": "*i32",
-    **dict.fromkeys(("KINDS", "STORED_KINDS"), "*i8"),
-    **dict.fromkeys(("INFORMATION", "PRIOR", "LOW", "HIGH"), "*fp32"),
-    **dict.fromkeys(("PROCESSED", "REPETITION", "FREQUENCY", "PRESENCE"), "*fp32"),
-    **dict.fromkeys(("LOCAL", "PATHS", "PROMPT_MASK", "OUTPUT_COUNTS", "WORD_TOKENS"), "*i32"),
-    **dict.fromkeys(("OFFSETS", "WORD_COUNTS", "PROMPT_LENS", "TOTAL_LENS", "BUDGETS"), "*i32"),
-    **dict.fromkeys(("LAST_STARTS", "LAST_ENDS", "START_MARKER", "END_MARKER"), "*i32"),
-    "FORCED": "*i32",
-    **dict.fromkeys(("LAWS", "LOG_SUMS", "RATIOS", "MASSES"), "*fp32"),
-    **dict.fromkeys(("VERIFIED", "RESIDUAL"), "*i32"),
-    **dict.fromkeys(("least", "strength", "memory"), "fp32"),
-    **dict.fromkeys(("X", "STEP", "B", "C", "K", "V", "GATE", "BETA"), "*bf16"),
-    **dict.fromkeys(("RAW", "KEPT", "HISTORY", "WEIGHT"), "*bf16"),
-    **dict.fromkeys(("STATES", "A", "SKIP", "BIAS", "LOGS"), "*fp32"),
-    "STARTS": "*i32",
-    "SINKS": "*bf16",
-    **dict.fromkeys(("QUERY_SCALE", "KEY_SCALE", "VALUE_SCALE"), "*fp32"),
-    "scale": "fp32",
+TYPES = {
+    "*bf16": "Q KV CACHE OUT LOGITS X STEP B C K V GATE BETA RAW KEPT HISTORY WEIGHT SINKS",
+    "*fp32": (
+        "PARTIAL PARTIAL_M PARTIAL_L TEMPERATURES SCORES SUMS EVIDENCE EDGES TRIE_EVIDENCE "
+        "VALUES OPEN FEATURES BASES WEIGHTS STORED_VALUES STORED_FEATURES INFORMATION PRIOR LOW "
+        "HIGH PROCESSED REPETITION FREQUENCY PRESENCE LAWS LOG_SUMS RATIOS MASSES STATES A SKIP "
+        "BIAS LOGS QUERY_SCALE KEY_SCALE VALUE_SCALE"
+    ),
+    "*i32": (
+        "TABLE CTX INDPTR BITS TEXTS LENGTHS KEYS ABOVE EXPANSIONS GRAFT_DEPTHS LOGITS_BOUNDS "
+        "ROWS_BOUNDS ANCESTORS SEQ_LENS PREFILL_LENS CTX_LENS IDS ROW_BITS EMITTED REJECTED "
+        "SIZES LOCAL PATHS PROMPT_MASK OUTPUT_COUNTS WORD_TOKENS OFFSETS WORD_COUNTS "
+        "PROMPT_LENS TOTAL_LENS BUDGETS LAST_STARTS LAST_ENDS START_MARKER END_MARKER FORCED "
+        "VERIFIED RESIDUAL STARTS"
+    ),
+    "*i64": (
+        "LAYERS TOKENS PARENTS SAMPLED PATH SEEDS POSITIONS REQUESTS ROW_POSITIONS STORED "
+        "ROW_ABOVE SLOTS DEPTHS FORWARDS ADDRESSES TRIE_TOKENS TRIE_ABOVE BEST CLASSES NODES "
+        "LEVELS USEFUL ROOTS SCRATCH BECAME COUNTS ADMITTED GROWN STORED_AT OUT_TOKENS STRIDES "
+        "LAST ENDS END_SLOTS"
+    ),
+    "*i1": "EXISTS TRIE_EXISTS CHAINED CHAINED_AT FORBIDDEN MAPPED",
+    "*fp64": "REPORT",
+    "*u64": "TABLES",
+    "*i8": "KINDS STORED_KINDS",
+    "fp32": "least strength memory scale",
 }
+"""Arguments of kernels by type."""
+POINTERS = {name: of for of, names in TYPES.items() for name in names.split()}
 UNQUANTISED = dict.fromkeys(("QUERY_SCALE", "KEY_SCALE", "VALUE_SCALE"))
 PLAIN: dict[str, Any] = {"SINKS": None, "WINDOW": 0, "CAP": 0.0}
 """Attention without features."""
@@ -228,19 +213,29 @@ def test_attention_over_quantised_caches_fits(rows: int, of_queries: str) -> Non
 
 
 @CAPABILITIES
-@pytest.mark.parametrize(("rows", "heads", "splits"), [(16, 128, 1), (17, 16, 4), (17, 128, 4)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "splits", "of_queries", "of_cache"),
+    [
+        *((*shape, "*bf16", "*bf16") for shape in ((16, 128, 1), (17, 16, 4), (17, 128, 4))),
+        (17, 128, 4, "*bf16", "*fp8e4nv"),
+        *((17, heads, 4, "*fp8e4nv", "*fp8e4nv") for heads in (16, 128)),
+    ],
+)
 def test_latent_attention_of_deepseeks_size_does_not_spill(
-    rows: int, heads: int, splits: int, capability: int
+    rows: int, heads: int, splits: int, of_queries: str, of_cache: str, capability: int
 ) -> None:
-    tile = latent_attention.latent_tiling(rows, 2)
+    tile = latent_attention.latent_tiling(rows, 2 if of_cache == "*bf16" else 1)
     nodes = triton.next_power_of_2(attention.nodes_per_tile(tile.block_m, heads))
+    quantised = [each == "*fp8e4nv" for each in (of_queries, of_cache, of_cache)]
+    absent = [name for name, there in zip(UNQUANTISED, quantised, strict=True) if not there]
     used = compiled(
-        latent_attention._latent_attention, tile.warps, tile.stages, G=heads, V=512,
-        capability=capability, R=64, PAGE=64, BLOCKS=512, BM=tile.block_m, BN=tile.block_n,
-        NODES=nodes, WORDS=2, SPLITS=splits,
+        latent_attention._latent_attention, tile.warps, tile.stages,
+        POINTERS | {"Q": of_queries, "CACHE": of_cache}, capability, G=heads, V=512, R=64,
+        PAGE=64, BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2,
+        SPLITS=splits, **dict.fromkeys(absent),
     )  # fmt: skip
     assert used["stack"] == 0, used
-    assert used["shared"] <= 227 * 1024, used
+    assert used["shared"] <= (227 if of_cache == "*bf16" else 99) * 1024, used
 
 
 def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,8 @@ from dyntree_kernels.cpu.latent_attention import (
 DEEPSEEK = {"head_size": 576, "rope": 64}
 
 
-def attend(
-    q: torch.Tensor, cache: torch.Tensor, *rows: torch.Tensor, out: torch.Tensor, scale: float
-) -> None:
-    LatentTreeAttention(*rows)(q, cache, out, scale)
+def attend(q: torch.Tensor, cache: torch.Tensor, *rows: torch.Tensor, **of_layer: Any) -> None:
+    LatentTreeAttention(*rows)(q, cache, **of_layer)
 
 
 make_case = partial(make_latent_case, attend)
@@ -112,5 +111,8 @@ def test_mistaken_arguments_are_named() -> None:
         dataclasses.replace(case, q=case.q[..., :32].contiguous()).run()
     with pytest.raises(ValueError, match=r"float8_e4m3fn .* allowed: float32, bfloat16, float16"):
         dataclasses.replace(case, cache=case.cache.to(torch.float8_e4m3fn)).run()
+    scaled = dataclasses.replace(case.features, key_scale=torch.ones(()))
+    with pytest.raises(ValueError, match="'latent, cpu' does not serve key_scale"):
+        dataclasses.replace(case, features=scaled).run()
     with pytest.raises(ValueError, match="vectors of the cache must be dense"):
         dataclasses.replace(case, cache=case.cache.mT.contiguous().mT).run()

@@ -17,7 +17,7 @@ class LatentCase(AttentionCase):
     """Requests over the cache [blocks, N, D] of one layer, for the ``kernel``.
 
     ``kernel`` takes q, the cache, block table, context lengths, first rows and ancestor bits, and
-    by name ``out`` and ``scale``.
+    by name ``out`` and ``features``.
     """
 
     kernel: Callable[..., None]
@@ -26,7 +26,7 @@ class LatentCase(AttentionCase):
     def attend(self, out: torch.Tensor, **options: object) -> None:
         self.kernel(
             self.q, self.cache, self.block_table, self.ctx_lens, self.qo_indptr, self.bits,
-            out=out, scale=self.features.scale, **options,
+            out=out, features=self.features, **options,
         )  # fmt: skip
 
     def broken(self, request: int, position: int, part: str, value: float) -> LatentCase:
@@ -52,6 +52,7 @@ def make_latent_case(
     rope: int = 16,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     device: str = "cpu",
     seed: int = 0,
 ) -> LatentCase:
@@ -62,11 +63,13 @@ def make_latent_case(
     """
     made = make_inputs(
         masks, ctx_lens, group=heads, kv_heads=kv_heads, head_size=head_size,
-        block_size=block_size, dtype=dtype, seed=seed,
+        block_size=block_size, dtype=dtype, kv_dtype=kv_dtype, seed=seed,
     )  # fmt: skip
-    cache = torch.full((made.blocks, block_size, head_size), torch.nan, dtype=dtype)
+    cache = torch.full((made.blocks, block_size, head_size), torch.nan).to(kv_dtype or dtype)
+    # Of elements of one byte, torch assigns bytes alone by index.
+    stored = cache.view(torch.uint8) if cache.itemsize == 1 else cache
     for keys, at, blocks in zip(made.keys, made.seen, made.table, strict=True):
-        cache[blocks[at // block_size], at % block_size] = keys[at, 0]
+        stored[blocks[at // block_size], at % block_size] = keys.view(stored.dtype)[at, 0]
     return LatentCase(
         features=LayerFeatures(head_size**-0.5),
         q=made.q.to(device),

@@ -47,10 +47,11 @@ def element_type(dtype: torch.dtype) -> torch.dtype:
 class WithFeatures:
     """Makes the features of an implementation's layer once, when its first rows of trees come."""
 
+    features_of = staticmethod(features_of)
     _features: LayerFeatures | None = None
 
     def features(self, layer: Any) -> LayerFeatures:
         """Return the features of ``layer``, which is always the same one."""
         if self._features is None:
-            self._features = features_of(layer)
+            self._features = self.features_of(layer)
         return self._features

@@ -151,9 +151,7 @@ class LatentTrees:
         self._processors = processors
         self._one_split = one_split
 
-    def plan(
-        self, rows: AttentionRows
-    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]:
+    def plan(self, rows: AttentionRows) -> Launch:
         """Plan one step for all layers of a group, for `latent_layers.Attend`."""
         from dyntree_kernels.cuda.latent_attention import latent_tiling, latent_tree_attention
 
@@ -163,16 +161,18 @@ class LatentTrees:
         if not self._one_split:
             splits = _splits(row_tiles * max(1, len(rows.ctx_lens)), self._processors)
 
-        def launch(q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+        def launch(
+            q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, features: LayerFeatures
+        ) -> None:
             latent_tree_attention(
                 q,
-                cache,
+                cache.view(element_type(cache.dtype)),
                 rows.block_table,
                 rows.ctx_lens,
                 rows.query_start_loc,
                 rows.ancestor_bits,
                 out,
-                scale,
+                features,
                 max_rows=rows.max_rows,
                 splits=splits,
             )
@@ -180,13 +180,19 @@ class LatentTrees:
         return launch
 
     def warm_up(
-        self, cache: torch.Tensor, dtype: torch.dtype, table: torch.Tensor, rows: MaskBuffers
+        self,
+        cache: torch.Tensor,
+        dtype: torch.dtype,
+        table: torch.Tensor,
+        rows: MaskBuffers,
+        features: LayerFeatures,
     ) -> None:
         """Compile the kernel for batches of any size; the arguments are as in `TritonTrees`."""
-        q = torch.zeros(17, self._heads, cache.shape[-1], dtype=dtype, device=table.device)
-        out = q.new_zeros(17, self._heads, self._values)
+        out = torch.zeros(17, self._heads, self._values, dtype=dtype, device=table.device)
+        given = dtype if features.query_scale is None else element_type(cache.dtype)
+        q = torch.zeros(17, self._heads, cache.shape[-1], dtype=given, device=table.device)
         for nobody in _without_rows(table, rows):
-            self.plan(nobody)(q[: nobody.num_rows], cache, out[: nobody.num_rows], 1.0)
+            self.plan(nobody)(q[: nobody.num_rows], cache, out[: nobody.num_rows], features)
 
 
 def _splits(programs: int, processors: int, most: int = 32) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.model_executor.layers.attention import MLAAttention
 
+from dyntree_kernels.features import KV_CACHE_DTYPES
 from dyntree_plugin.engine.attention.features import UNQUANTISED
 from dyntree_plugin.engine.attention.kind import AttentionKind
 from dyntree_plugin.engine.layer_kinds import ANOTHER_MODEL
@@ -38,8 +39,10 @@ class LatentKind(AttentionKind):
                 f"sliding_window={layer.sliding_window} of latent attention is not supported "
                 f"{ANOTHER_MODEL}"
             )
-        if layer.kv_cache_dtype not in UNQUANTISED:
+        dtype = layer.kv_cache_dtype
+        read = dtype in KV_CACHE_DTYPES and backend.supports_kv_cache_dtype(dtype)
+        if dtype not in UNQUANTISED and not read:
             yield (
-                f"kv_cache_dtype={layer.kv_cache_dtype!r} of latent attention is not supported: "
-                "leave it at 'auto'"
+                f"kv_cache_dtype={dtype!r} of latent attention is not supported on backend "
+                f"{backend.get_name()}: leave it at 'auto'"
             )

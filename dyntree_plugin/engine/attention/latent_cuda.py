@@ -21,6 +21,7 @@ from dyntree_plugin.engine.attention.latent_layers import (
     Attend,
     LatentTreeBuilder,
     LatentTreeImpl,
+    latent_features,
 )
 from dyntree_plugin.engine.attention.registration import with_trees
 from dyntree_plugin.engine.layer_kinds import Move
@@ -46,13 +47,16 @@ class LatentTritonBuilder(LatentTreeBuilder):
             processors,
             one_split=envs.VLLM_BATCH_INVARIANT,
         )
+        # All of a group have caches of one type, and the kernel reads their scales on the device.
+        first = vllm_config.compilation_config.static_forward_context[names[0]]
+        self._features = latent_features(first)
 
     def attend(self, rows: AttentionRows) -> Attend:
         return self._kernel.plan(rows)
 
     def warm_up(self, kv_cache: torch.Tensor, dtype: torch.dtype, table: torch.Tensor) -> None:
         """Compile kernels; the arguments are those of `LatentTrees.warm_up`."""
-        self._kernel.warm_up(kv_cache, dtype, table, self._buffers)
+        self._kernel.warm_up(kv_cache, dtype, table, self._buffers, self._features)
 
 
 class WithSmallWorkspace(LatentTreeImpl):

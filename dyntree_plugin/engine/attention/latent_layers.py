@@ -11,17 +11,34 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
     MLACommonMetadata,
 )
-from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from dyntree_kernels.features import LayerFeatures
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
+from dyntree_plugin.engine.attention.features import UNQUANTISED, WithFeatures
 from dyntree_plugin.engine.attention.kernels import AttentionRows
 from dyntree_plugin.engine.attention.metadata import TreeMask, without_first
 from dyntree_plugin.engine.configuration import tree_plan
 
 Metadata: TypeAlias = MLACommonMetadata[MLACommonDecodeMetadata]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LayerFeatures], None]
 """Runs a layer on ``q`` [T, H, V + R], ``cache`` [blocks, N, V + R], ``out`` [T, H, V] and the
-scale of its scores."""
+layer's features."""
+
+
+def latent_features(layer: Any) -> LayerFeatures:
+    """Return what tree attention must know of a layer of vLLM's class ``MLAAttention``.
+
+    A value is a part of its key, and has the key's scale.
+    """
+    impl, quantised = layer.impl, layer.kv_cache_dtype not in UNQUANTISED
+    of_cache = layer._k_scale if quantised else None
+    return LayerFeatures(
+        scale=impl.scale,
+        query_scale=layer._q_scale if quantised and impl.supports_quant_query_input else None,
+        key_scale=of_cache,
+        value_scale=of_cache,
+    )
 
 
 @dataclass
@@ -135,18 +152,18 @@ class LatentTreeBuilder:
         return self._buffers.fill(starts, seq_lens, rows, *of_trees, all_trees=not mask.has_plain)
 
 
-class LatentTreeImpl:
+class LatentTreeImpl(WithFeatures):
     """Runs the kernel of trees in a stock layer of latent attention."""
 
+    features_of = staticmethod(latent_features)
     kv_lora_rank: int
-    scale: float
 
     def forward_mqa(
         self,
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         kv_c_and_k_pe_cache: torch.Tensor,
         attn_metadata: Metadata,
-        layer: AttentionLayer,
+        layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         trees, cache = attn_metadata, kv_c_and_k_pe_cache
         if not isinstance(trees, TreeLatentMetadata) or trees.attend is None:
@@ -157,7 +174,7 @@ class LatentTreeImpl:
             return found
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
-        # Padding rows of a graph are not written.
-        out = q.new_zeros(*q.shape[:2], self.kv_lora_rank)
-        trees.attend(q, cache, out, self.scale)
+        # Padding rows of a graph are not written. Queries may be quantised, the output is not.
+        out = layer.W_UV.new_zeros(*q.shape[:2], self.kv_lora_rank)
+        trees.attend(q, cache, out, self.features(layer))
         return out, None

@@ -36,6 +36,7 @@ from dyntree_kernels.cpu.tiles import (
     mask_scores,
     softmax_step,
 )
+from dyntree_kernels.features import LayerFeatures
 
 
 @compiled
@@ -131,7 +132,7 @@ class LatentTreeAttention(TreeAttention):
     """Computes the latent attention of one forward's tree rows, layer by layer."""
 
     def __call__(  # type: ignore[override]
-        self, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, scale: float
+        self, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, features: LayerFeatures
     ) -> None:
         """Write the attention of ``q`` over a layer's cache to ``out``.
 
@@ -139,11 +140,11 @@ class LatentTreeAttention(TreeAttention):
             q: [T, H, D], queries in the space of the latent vectors. D is a multiple of 16.
             cache: [blocks, N, D] in float32, bfloat16 or float16, with dense vectors.
             out: [T, H, V], whose V is a multiple of 16 and at most D.
-            scale: of the products of queries and keys.
 
         Raises:
-            ValueError: for an unsupported dtype or shape.
+            ValueError: for an unsupported dtype or shape, or features that it does not serve.
         """
+        features.check("latent, cpu")
         (tokens, heads, d), v = q.shape, out.shape[-1]
         if out.shape[:2] != q.shape[:2] or cache.shape[-1] != d or v > d or d % LANES or v % LANES:
             raise ValueError(
@@ -160,7 +161,7 @@ class LatentTreeAttention(TreeAttention):
         _latent_attention(
             rows_of(q), q.stride(0), as_numpy(flat(cache)), cache.stride()[:2], cache.shape[1],
             (d, v), self._block_table, self._ctx_lens, self._qo_indptr, self._bits, heads, chunk,
-            rows_of(out), out.stride(0), np.float32(scale), self._floats, self._words,
+            rows_of(out), out.stride(0), np.float32(features.scale), self._floats, self._words,
         )  # fmt: skip
 
 
@@ -169,4 +170,4 @@ def warm_up(dtype: torch.dtype) -> None:
     one = torch.ones(1, 1, dtype=torch.int32)
     attend = LatentTreeAttention(0 * one, one[0], torch.tensor([0, 1]), one)
     q = torch.zeros(1, 1, 2 * LANES, dtype=dtype)
-    attend(q, q, torch.empty(1, 1, LANES, dtype=dtype), 1.0)
+    attend(q, q, torch.empty(1, 1, LANES, dtype=dtype), LayerFeatures(1.0))

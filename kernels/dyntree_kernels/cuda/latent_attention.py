@@ -23,6 +23,7 @@ from dyntree_kernels.cuda.attention import (
     nodes_per_tile,
 )
 from dyntree_kernels.cuda.tiles import fold, load_rows, without_what_is_not_finite
+from dyntree_kernels.features import LayerFeatures
 
 
 @triton.jit
@@ -38,8 +39,9 @@ def _accumulate(
 
 @triton.jit
 def _latent_attention(
-    Q, CACHE, OUT, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, scale, words,
-    packed_rows, sq_t, sq_h, s_block, s_slot, so_t, so_h, s_table, s_bits,
+    Q, CACHE, OUT, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, QUERY_SCALE,
+    KEY_SCALE, VALUE_SCALE, scale, words, packed_rows, sq_t, sq_h, s_block, s_slot, so_t, so_h,
+    s_table, s_bits,
     G: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BLOCKS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -59,8 +61,13 @@ def _latent_attention(
     real = row < nodes * G
     token = first.to(tl.int64)
     rows = node * sq_t + head * sq_h
-    q = load_rows(Q + token * sq_t, rows, real, V, V, True)
-    q_rotated = load_rows(Q + token * sq_t + V, rows, real, R, R, True)
+    # Queries may be quantised.
+    q = load_rows(Q + token * sq_t, rows, real, V, V, True).to(OUT.dtype.element_ty)
+    q_rotated = load_rows(Q + token * sq_t + V, rows, real, R, R, True).to(q.dtype)
+    if QUERY_SCALE is not None:
+        scale = scale * tl.load(QUERY_SCALE)
+    if KEY_SCALE is not None:
+        scale = scale * tl.load(KEY_SCALE)
 
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -106,6 +113,8 @@ def _latent_attention(
                 q, q_rotated, v, rotated, sees != 0, blame, m, total, acc, scale, True
             )
 
+    if VALUE_SCALE is not None:
+        acc = acc * tl.load(VALUE_SCALE)
     if SPLITS > 1:
         part = split.to(tl.int64) * packed_rows + first * G + tile * BM
         r = tl.arange(0, BM)
@@ -122,9 +131,10 @@ def _latent_attention(
 def latent_tiling(rows: int, element_size: int) -> Tiling:
     """Tiles for `rows` packed rows per request, of vectors as long as DeepSeek's.
 
-    With 16-bit caches they do not spill on sm_90 and sm_100.
+    With caches of 16 and of 8 bits they do not spill on sm_90 and sm_100.
     """
-    if element_size == 4:
+    # With quantised caches 32 rows take 102 KiB of shared memory; some GPUs have 99.
+    if element_size != 2:
         return Tiling(16, 32, 8, 1)
     return Tiling(16 if rows <= 16 else 32, 32, 8, 2)
 
@@ -137,7 +147,7 @@ def latent_tree_attention(
     qo_indptr: torch.Tensor,
     ancestor_bits: torch.Tensor,
     out: torch.Tensor,
-    scale: float,
+    features: LayerFeatures,
     *,
     max_rows: int | None = None,
     splits: int | None = None,
@@ -150,13 +160,15 @@ def latent_tree_attention(
     Args:
         q: [T, H, V + R], queries in the space of the latent vectors; V and R are powers of two of
             at least 16.
-        cache: [blocks, N, V + R] with dense vectors.
+        cache: [blocks, N, V + R] with dense vectors. Quantised queries and caches are converted to
+            the type of `out`.
         out: [T, H, V].
-        scale: of the products of queries and keys.
 
     Raises:
-        ValueError: for shapes or strides that the kernel does not read.
+        ValueError: for shapes or strides that the kernel does not read, or features that it does
+            not serve.
     """
+    features.check("latent, triton")
     (tokens, heads, d), v, words = q.shape, out.shape[-1], ancestor_bits.shape[1]
     r = d - v
     if (
@@ -186,7 +198,8 @@ def latent_tree_attention(
         maxima, sums = torch.empty(2, len(partial), dtype=torch.float32, device=q.device)
     _latent_attention[(row_tiles, requests * splits)](
         q, cache, out, partial, maxima, sums, block_table, ctx_lens, qo_indptr,
-        ancestor_bits, scale * LOG2_E, words, tokens * heads, q.stride(0), q.stride(1),
+        ancestor_bits, features.query_scale, features.key_scale, features.value_scale,
+        features.scale * LOG2_E, words, tokens * heads, q.stride(0), q.stride(1),
         *cache.stride()[:2], out.stride(0), out.stride(1), block_table.stride(0),
         ancestor_bits.stride(0), G=heads, V=v, R=r, PAGE=cache.shape[1],
         BLOCKS=block_table.shape[1], BM=tile.block_m, BN=tile.block_n,

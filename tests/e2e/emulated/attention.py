@@ -8,6 +8,8 @@ import torch
 
 from emulated.device import recorded
 
+FLOAT8 = torch.float8_e4m3fn
+
 
 def _reshape_and_cache(
     key: torch.Tensor,
@@ -70,13 +72,16 @@ def _decode_latent(
     splits: int,
     scale: float,
     *_: Any,
+    k_scale: torch.Tensor,
     **__: Any,
 ) -> None:
-    """Compute latent attention of one row [H, D] for each request over its cached rows."""
+    """Compute latent attention of one row [H, D] for each request over its cached rows, which may
+    be quantised."""
     for request, length in enumerate(seq_lens.tolist()):
         at = torch.arange(length)
         blocks, places = block_table[request, at // cache.shape[1]].long(), at % cache.shape[1]
-        keys = cache[blocks, places, 0]
+        # Of elements of one byte, torch reads bytes alone by index.
+        keys = cache.view(torch.uint8)[blocks, places, 0].view(cache.dtype).to(q.dtype) * k_scale
         scores = (q[request] @ keys.T * scale).softmax(dim=-1)
         out[request] = scores @ keys[:, : out.shape[-1]]
 
@@ -86,13 +91,18 @@ def _cache_latent(
     k_pe: torch.Tensor,
     cache: torch.Tensor,
     slots: torch.Tensor,
-    *_: Any,
-    **__: Any,
+    *,
+    kv_cache_dtype: str,
+    scale: torch.Tensor,
 ) -> None:
-    """Write rows [T, R] and [T, D] to a cache [blocks, N, R + D]. A slot of -1 is not written."""
+    """Write rows [T, R] and [T, D] to a cache [blocks, N, R + D], which may be quantised. A slot of
+    -1 is not written."""
     rows = (slots >= 0).nonzero().flatten()
     at = slots[rows]
-    cache[at // cache.shape[1], at % cache.shape[1]] = torch.cat([kv_c, k_pe], dim=-1)[rows]
+    latents = torch.cat([kv_c, k_pe], dim=-1)[rows]
+    if cache.dtype == torch.uint8:
+        latents = (latents / scale).to(FLOAT8).view(torch.uint8)
+    cache[at // cache.shape[1], at % cache.shape[1]] = latents
 
 
 def stand_in() -> None:

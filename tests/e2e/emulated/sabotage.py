@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from sabotage import verified_eagerly
 
 
 @contextmanager
@@ -49,6 +50,27 @@ def padding_is_alive(runner: Any) -> Iterator[None]:
         return tables, slots
 
     with mock.patch.object(runner, "prepare_attn", prepare_attn):
+        yield
+
+
+@contextmanager
+def half_moves(runner: Any) -> Iterator[None]:
+    """Leave the last half of every latent vector's bytes where the tree put them."""
+    (keeper,) = runner.keepers
+    layers = runner.vllm_config.compilation_config.static_forward_context.values()
+    caches = [layer.kv_cache for layer in layers if hasattr(layer, "kv_cache")]
+    halves = [cache[..., cache.shape[-1] // 2 :] for cache in caches]
+
+    def keep(*given: Any) -> None:
+        kept = [half.clone() for half in halves]
+        keeper.keep(*given)
+        for half, before in zip(halves, kept, strict=True):
+            half.copy_(before)
+
+    with (
+        verified_eagerly(runner),
+        mock.patch.object(runner, "keepers", [keeper._replace(keep=keep)]),
+    ):
         yield
 
 

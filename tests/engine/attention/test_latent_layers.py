@@ -97,7 +97,8 @@ def attended(case: LatentCase, metadata: Any, q: torch.Tensor) -> torch.Tensor:
     impl: Any = object.__new__(TreeCPUMLABackend.get_impl_cls())
     impl.kv_lora_rank, impl.scale = 512, case.features.scale
     given = q.split([512, 64], -1)  # as vLLM passes it
-    out, lse = impl.forward_mqa(given, case.cache, metadata, None)
+    of_layer = SimpleNamespace(impl=impl, kv_cache_dtype="auto", W_UV=q)
+    out, lse = impl.forward_mqa(given, case.cache, metadata, of_layer)
     assert lse is None
     return out
 
@@ -152,13 +153,14 @@ def layer(**changes: Any) -> Any:
     return SimpleNamespace(get_attn_backend=lambda: backend, **plain | changes)
 
 
+TRITON_MLA = "dyntree_plugin.engine.attention.latent_cuda.TreeTritonMLABackend"
 BEYOND: list[tuple[dict[str, Any], str]] = [
     ({"backend": CPUMLABackend}, "backend CPU_MLA is not .* set --attention-backend to it"),
     ({"use_sparse": True}, r"sparse latent attention \(DSA\) is not supported"),
     ({"indexer": object()}, r"sparse latent attention \(DSA\) is not supported"),
     ({"kv_lora_rank": 192}, r"kv_lora_rank, qk_rope_head_dim=\(192, 64\) is not supported"),
     ({"sliding_window": 64}, "sliding_window=64 of latent attention is not supported"),
-    ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' of latent attention is not supported"),
+    ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' of .* is not supported on backend CPU_MLA"),
 ]
 
 
@@ -168,6 +170,17 @@ def test_what_a_layer_has_beyond_is_named() -> None:
         (reason,) = kind.unserved(layer(**changes), 17)
         assert re.match(named, reason)
     assert list(kind.unserved(layer(), 17)) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "read"), [("fp8", True), ("fp8_e4m3", True), ("fp8_ds_mla", False)]
+)
+def test_on_cuda_quantised_caches_are_read_where_vllms_backend_reads_them(
+    dtype: str, read: bool
+) -> None:
+    kind = LatentKind("cuda", {"TRITON_MLA": TRITON_MLA}, "")
+    of = {"backend": TreeTritonMLABackend, "kv_cache_dtype": dtype}
+    assert (list(kind.unserved(layer(**of), 17)) == []) == read
 
 
 def test_a_path_moves_in_the_cache_of_every_layer() -> None:

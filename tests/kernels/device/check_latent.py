@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from attention_checks import AttentionChecks, assert_matches, tree_batch
+from attention_checks import AttentionChecks, assert_matches, on, tree_batch
 from attention_inputs import tree_mask
 from latent_inputs import make_latent_case
 from paged_cases import DEVICE
@@ -17,6 +17,7 @@ from dyntree_kernels.cuda.attention import Tiling
 from dyntree_kernels.cuda.latent_attention import latent_tree_attention
 
 ON_GPU = DEVICE.type == "cuda"
+FLOAT8 = torch.float8_e4m3fn
 SMALL = Tiling(16, 32, 4, 2)
 make_case = partial(make_latent_case, latent_tree_attention, device=DEVICE.type)
 
@@ -36,10 +37,36 @@ def test_ragged_batches_of_deepseeks_size(heads: int, dtype: torch.dtype) -> Non
     assert_matches(case)
 
 
+@pytest.mark.parametrize("of_queries", [None, FLOAT8])
+def test_quantised_caches_and_queries_have_scales(of_queries: torch.dtype | None) -> None:
+    case = make_case(tree_batch(9, 4), [60, 0], kv_dtype=FLOAT8)
+    scales = {"query_scale": torch.tensor(2.1), "key_scale": torch.tensor(0.6)}
+    if of_queries is None:
+        del scales["query_scale"]
+    case.features = dataclasses.replace(
+        case.features, **on(DEVICE, scales | {"value_scale": scales["key_scale"]})
+    )
+    given = case.q.to(of_queries or case.q.dtype)
+    case.q = given.to(case.q.dtype)
+    expected = case.expected()
+    for way in TestLatentAttentionOnTheDevice.ways:
+        out = torch.full(case.out_shape, torch.nan, device=DEVICE)
+        dataclasses.replace(case, q=given).attend(out, **way)
+        torch.testing.assert_close(out.double().cpu(), expected, atol=1e-5, rtol=2e-5)
+        for name in (*scales, "value_scale"):
+            wrong = dataclasses.replace(case.features, **{name: None})
+            dataclasses.replace(case, q=given, features=wrong).attend(out, **way)
+            differs = ~torch.isclose(out.double().cpu(), expected, atol=1e-3, rtol=1e-3)
+            assert differs.flatten(1).any(1).sum() > 9
+
+
 def test_mistaken_arguments_are_named() -> None:
     case = make_case([tree_mask(chain(3))], [5])
     with pytest.raises(ValueError, match=r"must be \[T, H, V \+ R\]"):
         dataclasses.replace(case, q=case.q[..., :40].contiguous()).run()
+    windowed = dataclasses.replace(case.features, window=16)
+    with pytest.raises(ValueError, match="'latent, triton' does not serve window"):
+        dataclasses.replace(case, features=windowed).run()
     wide = torch.nn.functional.pad(case.bits, (0, 64))
     with pytest.raises(ValueError, match="2080 tree columns, at most 2048 are served"):
         dataclasses.replace(case, bits=wide).run(tiles=SMALL)

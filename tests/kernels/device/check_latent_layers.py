@@ -3,6 +3,7 @@ paths move."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import fa_utils
 
+from dyntree_kernels.features import LayerFeatures
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.kernels import LatentTrees
 from dyntree_plugin.engine.attention.latent_cuda import (
@@ -37,6 +39,7 @@ with pytest.MonkeyPatch.context() as patched:  # vLLM has these on CUDA alone
         patched.setattr(fa_utils, name, None, raising=False)
     from dyntree_plugin.engine.attention.latent_flash_attn import TreeFlashAttnMLABackend
 
+FLOAT8 = torch.float8_e4m3fn
 FORK = [-1, 0, 0, 2]
 BACKENDS = (TreeTritonMLABackend, TreeFlashMLABackend, TreeFlashAttnMLABackend)
 
@@ -55,6 +58,7 @@ def builder_of(backend: Any) -> LatentTritonBuilder:
     made.device = torch.device("cpu")
     made._buffers, made._captured = MaskBuffers(8, 64, 4, made.device), set()
     made._kernel = LatentTrees(4, 32, 4, processors=2, one_split=False)
+    made._features = LayerFeatures(1.0)
     made.model_config = SimpleNamespace(dtype=torch.float32, get_head_size=lambda: 576)
     made._prefill_backend = SimpleNamespace(prepare_metadata=lambda metadata: None)
     made.chunked_prefill_workspace = torch.empty(64, 48)
@@ -75,10 +79,16 @@ def batch_of(case: LatentCase) -> CommonAttentionMetadata:
     )  # fmt: skip
 
 
-def attended(case: LatentCase, backend: Any, metadata: Any) -> torch.Tensor:
+def attended(
+    case: LatentCase, backend: Any, metadata: Any, q: Any = None, **of_cache: Any
+) -> torch.Tensor:
     impl: Any = object.__new__(backend.get_impl_cls())
     impl.kv_lora_rank, impl.scale = 32, case.features.scale
-    out, _ = impl.forward_mqa(case.q.split([32, 16], -1), case.cache, metadata, None)
+    layer = SimpleNamespace(impl=impl, kv_cache_dtype="auto", W_UV=torch.empty(0))
+    vars(layer).update(of_cache)
+    impl.supports_quant_query_input = q is not None
+    given = case.q.split([32, 16], -1) if q is None else q
+    out, _ = impl.forward_mqa(given, case.cache, metadata, layer)
     return out
 
 
@@ -93,6 +103,26 @@ def test_rows_see_what_they_should(case: LatentCase, backend: Any, wrong: bool) 
     assert (metadata.num_decodes, metadata.num_decode_tokens) == (3, 9)
     found, right = attended(case, backend, metadata).double(), case.expected()
     assert torch.allclose(found, right, rtol=1e-5, atol=1e-5) != wrong
+
+
+@pytest.mark.parametrize("name", ["TRITON_MLA", "FLASHMLA"])
+@pytest.mark.parametrize("scale", [0.6, 1.0])
+def test_rows_read_a_quantised_cache_with_its_scale(name: str, scale: float) -> None:
+    """FLASHMLA's queries are quantised, too. Control: a scale of 1."""
+    backend = {each.get_name(): each for each in BACKENDS}[name]
+    masks = [tree_mask(FORK), tree_mask(chain(4)), tree_mask(chain(1))]
+    case = make_latent_case(lambda *_: None, masks, [20, 10, 33], heads=4, kv_dtype=FLOAT8)
+    scales: dict[str, Any] = {"_k_scale": torch.tensor(scale), "_q_scale": torch.tensor(1.4)}
+    q = case.q.to(FLOAT8) if name == "FLASHMLA" else None
+    of_cache = {"key_scale": torch.tensor(0.6), "value_scale": torch.tensor(0.6)}
+    if q is not None:
+        case.q, of_cache["query_scale"] = q.float(), scales["_q_scale"]
+    case.features = replace(case.features, **of_cache)
+    mask = TreeMask(torch.tensor([20, -1, -1]).int(), case.bits, has_plain=True, drafted=2)
+    metadata = builder_of(backend).build(0, batch_of(case), tree_mask=mask)
+    found = attended(case, backend, metadata, q, kv_cache_dtype="fp8", **scales)
+    right = case.expected()
+    assert torch.allclose(found.double(), right, rtol=1e-5, atol=1e-5) == (scale == 0.6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -120,13 +150,16 @@ def test_it_is_compiled_for_batches_of_any_size(case: LatentCase) -> None:
     builder_of(TreeTritonMLABackend).warm_up(case.cache, torch.float32, case.block_table)
 
 
-def test_paths_move_in_the_caches_of_all_layers() -> None:
-    caches = [torch.randn(4, 16, 48) for _ in range(2)]
-    before = [cache.clone().view(-1, 48) for cache in caches]
+@pytest.mark.parametrize("dtype", [torch.float32, FLOAT8])
+def test_paths_move_in_the_caches_of_all_layers(dtype: torch.dtype) -> None:
+    """Every byte moves."""
+    caches = [torch.randn(4, 16, 48).to(dtype).view(torch.uint8) for _ in range(2)]
+    size = 48 * dtype.itemsize
+    before = [cache.clone().view(-1, size) for cache in caches]
     slots = torch.tensor([30, 31, 50, 51, 52, 53])
     move = latent_mover([SimpleNamespace(kv_cache=cache) for cache in caches])
     move(torch.tensor([[1, 2, 4, -1]]), torch.tensor([0]), slots)
     for cache, old in zip(caches, before, strict=True):
         expected = old.clone()
         expected[[31, 50, 51]] = old[[50, 51, 53]]
-        assert cache.view(-1, 48).equal(expected)
+        assert cache.view(-1, size).equal(expected)

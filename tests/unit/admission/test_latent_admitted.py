@@ -51,6 +51,31 @@ def test_on_cuda_some_backends_are_admitted_and_others_refused(latent: VllmConfi
             check.refuse_unserved(other, DynTreeOptions(), "cuda", WORKERS)
 
 
+@pytest.mark.parametrize("cache", ["fp8", "fp8_e4m3"])
+def test_quantised_caches_are_admitted_on_cuda_where_the_backend_reads_them(
+    latent: VllmConfig, cache: str
+) -> None:
+    reason = refusal_of(changed(latent, "cache_config.cache_dtype", cache))
+    assert f"use_mla, kv_cache_dtype=(True, '{cache}') is not supported" in reason
+    quantised = changed(in_half(latent), "cache_config.cache_dtype", cache)
+    check.refuse_unserved(quantised, DynTreeOptions(), "cuda", WORKERS)
+    assert check.cuda_backend(quantised, SimpleNamespace(major=9)) == "TRITON_MLA"
+    for option in ("attention_config.backend", "speculative_config.attention_backend"):
+        for name in ("FLASHMLA", "TRITON_MLA"):
+            named = changed(quantised, option, SimpleNamespace(name=name))
+            check.refuse_unserved(named, DynTreeOptions(), "cuda", WORKERS)
+        other = changed(quantised, option, SimpleNamespace(name="FLASH_ATTN_MLA"))
+        with pytest.raises(check.Refused, match=r"'FLASH_ATTN_MLA' .* over quantised caches"):
+            check.refuse_unserved(other, DynTreeOptions(), "cuda", WORKERS)
+
+
+@pytest.mark.parametrize("cache", ["fp8_ds_mla", "fp8_e5m2"])
+def test_other_quantised_caches_are_refused(latent: VllmConfig, cache: str) -> None:
+    other = changed(in_half(latent), "cache_config.cache_dtype", cache)
+    with pytest.raises(check.Refused, match=f"kv_cache_dtype .*{cache}.* is not supported"):
+        check.refuse_unserved(other, DynTreeOptions(), "cuda", WORKERS)
+
+
 def test_a_draft_with_other_attention_than_its_target_is_refused(latent: VllmConfig) -> None:
     reason = refusal_of(changed(latent, DRAFT, False))
     assert "use_mla (target, draft)=(True, False) is not supported" in reason
