@@ -25,18 +25,10 @@ TARGETS = (
     "Qwen3_5MoeForConditionalGeneration",
     "InternS2PreviewForConditionalGeneration",
 )
-"""Architectures whose tokens were compared with those of engines without speculation."""
+"""Architectures whose tokens were compared with those of engines without speculation: on a CPU, and
+but for the last two, which have the experts of Qwen3-Next, on an emulated CUDA device."""
 
-TARGETS_ON_CUDA = tuple(
-    name for name in TARGETS if name not in ("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM")
-)
-"""Those that were compared on an emulated CUDA device, or whose layers were: the last two have the
-experts of Qwen3-Next."""
-
-CACHED = {
-    "cpu": TARGETS[: TARGETS.index("Qwen3_5ForConditionalGeneration")],
-    "cuda": ("NemotronHForCausalLM", "Qwen3NextForCausalLM"),
-}
+CACHED = TARGETS[: TARGETS.index("Qwen3_5ForConditionalGeneration")]
 """Those whose tokens were compared with a prefix cache."""
 
 _RECURRENT_LAYERS = ("mamba", "linear_attention", "conv", "hybrid")
@@ -48,6 +40,7 @@ IN_FLOAT16 = ("NemotronHForCausalLM", "Lfm2ForCausalLM")
 _RECURRENT = Targets("is_hybrid", lambda m: m.is_hybrid)
 
 _REFUSALS = (
+    _RECURRENT.other_than(TARGETS),
     *_RECURRENT.uncompared(
         *("quantization", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
         "prefix_match_unit",
@@ -58,6 +51,13 @@ _REFUSALS = (
         lambda c: (dtype_of(c.model_config), c.model_config.architecture),
         lambda found: found[0] == "float16" and found[1] not in IN_FLOAT16,
         f"compared in float16 are {' and '.join(IN_FLOAT16)}; set --dtype to bfloat16 or float32",
+    ),
+    _RECURRENT.refusal(
+        "enable_prefix_caching, architecture",
+        lambda c: (c.cache_config.enable_prefix_caching, c.model_config.architecture),
+        lambda found: found[0] and found[1] not in CACHED,
+        f"compared with decoding without trees are {', '.join(CACHED)}; for others use "
+        "--no-enable-prefix-caching",
     ),
     _RECURRENT.refusal(
         "enable_prefix_caching, pipeline_parallel_size",
@@ -74,7 +74,6 @@ _REFUSALS = (
     ),
 )
 _ON_CUDA = (
-    _RECURRENT.other_than(TARGETS_ON_CUDA),
     *_RECURRENT.uncompared("pipeline_parallel_size"),
     _RECURRENT.refusal(
         "offload_backend",
@@ -88,16 +87,7 @@ _ON_CUDA = (
 
 def state_refusals(device_type: str) -> tuple[Refusal, ...]:
     """Return checks of ``VllmConfig``."""
-    cached = CACHED[device_type]
-    caching = _RECURRENT.refusal(
-        "enable_prefix_caching, architecture",
-        lambda c: (c.cache_config.enable_prefix_caching, c.model_config.architecture),
-        lambda found: found[0] and found[1] not in cached,
-        f"compared with decoding without trees are {', '.join(cached)}; for others use "
-        "--no-enable-prefix-caching",
-    )
-    own = _ON_CUDA if device_type == "cuda" else (_RECURRENT.other_than(TARGETS),)
-    return (*_REFUSALS, caching, *own)
+    return (*_REFUSALS, *_ON_CUDA) if device_type == "cuda" else _REFUSALS
 
 
 def tree_refusals(vllm_config: Any, node_budget: int, device_type: str) -> Iterator[str]:

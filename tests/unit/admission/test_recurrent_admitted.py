@@ -38,7 +38,7 @@ def test_compared_targets_are_admitted_on_a_cpu(admitted: VllmConfig, architectu
     hybrid = _hybrid(admitted, architecture)
     reason = refusal_of(changed(hybrid, "cache_config.use_replayssm", True))
     assert "use_replayssm=True is not supported" in reason
-    if architecture in states.CACHED["cpu"]:
+    if architecture in states.CACHED:
         check.refuse_unserved(hybrid, DynTreeOptions(), "cpu", WORKERS)
     else:
         assert f"architecture=(True, (True, {architecture!r})) is not" in refusal_of(hybrid)
@@ -94,17 +94,16 @@ def test_on_cuda_the_layers_limit_the_nodes(
 def test_on_cuda_more_is_refused(admitted: VllmConfig) -> None:
     cached = changed(admitted, "parallel_config.worker_cls", "auto")
     config = _without_prefix_cache(cached)
-    served = [_hybrid(config, architecture) for architecture in states.TARGETS_ON_CUDA]
+    served = [_hybrid(config, architecture) for architecture in states.TARGETS]
     copied = changed(config, "offload_config.prefetch.offload_group_size", 2)
-    for each in (*served, *(_hybrid(cached, name) for name in states.CACHED["cuda"]), copied):
+    for each in (*served, *(_hybrid(cached, name) for name in states.CACHED), copied):
         check.refuse_unserved(each, DynTreeOptions(), "cuda", WORKERS)
     for refused, named in (
-        (_hybrid(config, "FalconH1ForCausalLM"), "architecture=(True, 'FalconH1ForCausalLM')"),
         (_piped(_hybrid(config)), "pipeline_parallel_size=(True, 2)"),
         (_hybrid(copied), "offload_backend=(True, 'prefetch')"),
         (
-            _hybrid(cached, "Lfm2ForCausalLM"),
-            "enable_prefix_caching, architecture=(True, (True, 'Lfm2ForCausalLM'))",
+            _hybrid(cached, "Qwen3_5ForConditionalGeneration"),
+            "enable_prefix_caching, architecture=(True, (True, 'Qwen3_5For",
         ),
     ):
         with pytest.raises(check.Refused, match=re.escape(f"is_hybrid, {named}")):
