@@ -143,7 +143,7 @@ def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
         logger.warning("%s", line)
     for line in heads.advice(vllm_config):
         logger.warning("%s", line)
-    of_draft = check.images_advice(vllm_config), block_advice(vllm_config, device_type)
+    of_draft = check.images_advice(vllm_config), block_advice(vllm_config, plan, device_type)
     for said in filter(None, of_draft):
         logger.warning("%s", said)
     if padding := check.padding_advice(vllm_config):

@@ -20,7 +20,7 @@ DRAFT_VOCABULARY = 512
 def random_head(folder: Path, seed: int = 0, **config: Any) -> Path:
     """Write a head of random weights over a part of the vocabulary; return its folder.
 
-    The target accepts hardly any of its tokens.
+    The target accepts hardly any of its tokens. It has a hidden state for masks.
     """
     target = target_config()
     hidden, vocabulary = target["hidden_size"], target["vocab_size"]
@@ -32,6 +32,7 @@ def random_head(folder: Path, seed: int = 0, **config: Any) -> Path:
     chosen = torch.randperm(vocabulary, generator=generator)[:DRAFT_VOCABULARY].sort().values
     weights["d2t"] = chosen - torch.arange(DRAFT_VOCABULARY)
     weights["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, chosen, True)
+    weights["mask_hidden"] = torch.randn(1, 1, 3 * hidden, generator=generator)
     layers = {"eagle_aux_hidden_state_layer_ids": [1, 3, 5], "num_aux_hidden_states": 3}
     return write_head(folder, weights, layers | {"draft_vocab_size": DRAFT_VOCABULARY} | config)
 
@@ -175,15 +176,18 @@ class PlainHead:
 
         The target has read all of the text but its last token, and none of the path.
         """
+        states, tokens = self._states(text), torch.tensor([*text[1:], *path])
+        for _ in path:  # each node's row reads the output of the row before
+            states = torch.cat([states, self._layer(tokens[: len(states)], states)[-1:]])
+        return self._scores(self._layer(tokens, states)[-1])
+
+    def _states(self, text: list[int]) -> torch.Tensor:
+        """Return the head's input [T - 1, H] for all of a text but its first token."""
         ids = torch.tensor([text[:-1]])
         layers = self.target.model(input_ids=ids, output_hidden_states=True)
         numbers = self._config["eagle_aux_hidden_state_layer_ids"]
         states = torch.cat([self._stream(layers, ids, number) for number in numbers], dim=-1)
-        states = states @ self._weight("fc").T
-        tokens = torch.tensor([*text[1:], *path])
-        for _ in path:  # each node's row reads the output of the row before
-            states = torch.cat([states, self._layer(tokens[: len(states)], states)[-1:]])
-        return self._scores(self._layer(tokens, states)[-1])
+        return states @ self._weight("fc").T
 
     def _stream(self, layers: Any, ids: torch.Tensor, number: int) -> torch.Tensor:
         """Return the target's residual stream [T, H] after so many layers."""

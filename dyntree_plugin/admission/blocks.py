@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.admission.refusals import Refusal, dtype_of
 from dyntree_plugin.admission.uncompared import Targets
-from dyntree_plugin.options.methods import BLOCKS
+from dyntree_plugin.options.methods import BLOCKS, HEADS, proposes_blocks
+
+if TYPE_CHECKING:
+    from dyntree_plugin.tree.plan import TreePlan
 
 MODELS = ("DFlashDraftModel", "Qwen3DSparkModel", "DFlashLagunaForCausalLM")
 """vLLM's names of the models whose blocks grow trees."""
 
+HEADS_WITH_MASKS = (
+    "PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM",
+    "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM",
+)  # fmt: skip
+"""vLLM's names of EAGLE-3 heads that may have a hidden state for masks."""
+
+_MASK_TOKENS = "mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"
+"""Where vLLM looks for the mask in a draft's configuration, in this order."""
+
 _BLOCK = Targets(
     "method",
-    lambda s: s is not None and s.method in BLOCKS and s.method,
+    lambda s: s is not None and proposes_blocks(s) and s.method,
     lambda c: c.speculative_config,
 )
 
@@ -43,6 +55,14 @@ def _partial(speculation: Any) -> tuple[int | None, int | None]:
     return smaller, getattr(config, "dspark_draft_topk", None)
 
 
+def _mask(speculation: Any) -> tuple[int | None, int]:
+    """Return the token of masks, and how many tokens the draft reads."""
+    config = speculation.draft_model_config.hf_config
+    found = (getattr(config, name, None) for name in _MASK_TOKENS)
+    token = next((each for each in found if each is not None), None)
+    return token, speculation.draft_model_config.get_vocab_size()
+
+
 def _root_of_dflash_proposes(speculation: Any) -> bool:
     own = getattr(speculation.draft_model_config.hf_config, "dflash_config", None) or {}
     return speculation.method == "dflash" and bool(own.get("sample_from_anchor"))
@@ -63,7 +83,14 @@ BLOCK_REFUSALS = (
 )  # fmt: skip
 """Checks of ``VllmConfig``."""
 
-BLOCK_DRAFT_REFUSALS = (
+_QUANTISED = Refusal(
+    "draft's quantization",
+    lambda s: s.draft_model_config.quantization,
+    bool,
+    "quantised block drafts were not compared yet; use one that is not quantised",
+)
+
+_STATE_BLOCK_REFUSALS = (
     Refusal(
         "draft's architectures",
         lambda s: s.draft_model_config.architectures,
@@ -78,12 +105,7 @@ BLOCK_DRAFT_REFUSALS = (
         "trees of a block draft whose logits cover a part of the vocabulary were not compared yet; "
         "use a draft of the whole vocabulary, without dspark_draft_topk",
     ),
-    Refusal(
-        "draft's quantization",
-        lambda s: s.draft_model_config.quantization,
-        bool,
-        "quantised block drafts were not compared yet; use one that is not quantised",
-    ),
+    _QUANTISED,
     Refusal(
         "dflash_config.sample_from_anchor",
         _root_of_dflash_proposes,
@@ -97,16 +119,57 @@ BLOCK_DRAFT_REFUSALS = (
         "trees of block drafts whose layers have windows are not built yet; use another draft",
     ),
 )
-"""Checks of a ``SpeculativeConfig`` with a block draft."""
+"""Checks of a ``SpeculativeConfig`` with a draft that reads the target's states as its cache."""
+
+_MASKS_REFUSALS = (
+    _QUANTISED,
+    Refusal(
+        "parallel_drafting, draft's mask token and vocabulary",
+        _mask,
+        lambda found: found[0] is None or not 0 <= found[0] < found[1],
+        "a draft that was trained for parallel drafting names a token of its own in its "
+        f"config.json, as one of {', '.join(_MASK_TOKENS)}; use such a draft, or leave "
+        "parallel_drafting out",
+    ),
+)
+
+_MASKED_HEAD_REFUSALS = (
+    Refusal(
+        "parallel_drafting, draft's architectures",
+        lambda s: s.draft_model_config.architectures,
+        lambda names: not {*names} & {*HEADS_WITH_MASKS},
+        f"of EAGLE-3 heads, vLLM's {', '.join(HEADS_WITH_MASKS)} alone read masks; leave "
+        "parallel_drafting out",
+    ),
+    *(
+        Refusal(
+            name,
+            lambda s, name=name: getattr(s, name),  # type: ignore[misc]
+            lambda backend: backend is not None,
+            "vLLM's V2 runner takes it for no head with parallel_drafting; set it for the target",
+        )
+        for name in ("attention_backend", "moe_backend")
+    ),
+)
 
 
-def block_advice(vllm_config: Any, device_type: str) -> str | None:
+def block_draft_refusals(speculation: Any) -> tuple[Refusal, ...]:
+    """Return the checks of a ``SpeculativeConfig`` whose draft may be a block draft."""
+    if speculation.method in BLOCKS:
+        return _STATE_BLOCK_REFUSALS
+    if not proposes_blocks(speculation):
+        return ()
+    head = speculation.method in HEADS
+    return (*_MASKS_REFUSALS, *(_MASKED_HEAD_REFUSALS if head else ()))
+
+
+def block_advice(vllm_config: Any, plan: TreePlan, device_type: str) -> str | None:
     """Say what was not compared of an admitted configuration with a block draft; None for others.
 
     The draft does not decide the output.
     """
-    model, speculation = vllm_config.model_config, vllm_config.speculative_config
-    if speculation.method not in BLOCKS:
+    model = vllm_config.model_config
+    if not plan.shape.block:
         return None
     if device_type == "cuda":
         return (

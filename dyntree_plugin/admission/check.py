@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.admission import offloading, vocabularies
 from dyntree_plugin.admission.attention_kernels import kernel_refusals
-from dyntree_plugin.admission.blocks import BLOCK_DRAFT_REFUSALS, BLOCK_REFUSALS
+from dyntree_plugin.admission.blocks import BLOCK_REFUSALS, block_draft_refusals
 from dyntree_plugin.admission.connectors import CONNECTOR_REFUSALS
 from dyntree_plugin.admission.cuda_backends import CUDA_REFUSALS
 from dyntree_plugin.admission.heads import HEAD_REFUSALS
@@ -192,8 +192,7 @@ def _speculation_refusals(
         head = speculation.method in OF_TARGET
         refusals = HEAD_REFUSALS if head else DRAFT_REFUSALS
         lacking = NOT_OF_HEADS if head else NOT_OF_DRAFT_MODELS
-        of_block = BLOCK_DRAFT_REFUSALS if speculation.method in BLOCKS else ()
-        tables = (*refusals, *_DRAFT_REFUSALS, *of_block)
+        tables = (*refusals, *_DRAFT_REFUSALS, *block_draft_refusals(speculation))
         yield from _found(tables, speculation, "speculative_config.")
         yield from _found(model_refusals(device_type, lacking), draft, "draft model: ")
         yield from _vocabulary_refusals(vllm_config, speculation)
@@ -304,6 +303,7 @@ def _beside_nodes(vllm_config: VllmConfig, nodes: int) -> int:
         return 1
     speculation = copy.copy(vllm_config.speculative_config)
     speculation.num_speculative_tokens = nodes  # of a block draft it is not that yet
+    speculation.parallel_drafting &= speculation.method in BLOCKS  # nor is this
     return 1 + speculation.max_num_new_slots_for_drafting
 
 

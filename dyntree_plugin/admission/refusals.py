@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dyntree_kernels.features import ADVICE, KV_CACHE_DTYPES, OTHER_CACHE, SERVED_ON
+from dyntree_plugin.options.methods import READ_MASKS, proposes_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,10 @@ SPECULATION_REFUSALS = (
     ),
     Refusal(
         "parallel_drafting",
-        # vLLM sets it for these methods, which are not served.
-        lambda s: s.parallel_drafting and s.method not in ("dflash", "dspark"),
+        lambda s: s.parallel_drafting and not proposes_blocks(s),
         bool,
-        "a tree grows level by level; leave it out",
+        f"it is for drafts of the methods {' and '.join(READ_MASKS)} that were trained for it; "
+        "leave it out",
     ),
     Refusal(
         "num_speculative_tokens_per_batch_size",

@@ -7,42 +7,41 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.utils import load_dflash_model
 from vllm.v1.worker.gpu.spec_decode.dspark.utils import load_dspark_model
-from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
-from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.configuration import without_mark
 from dyntree_plugin.engine.head_speculator import forward_context
 from dyntree_plugin.engine.offloading import on_device
 from dyntree_plugin.engine.sources.block import BlockDraft
-from dyntree_plugin.engine.speculator import Steps, TreeProposals, row_memory
+from dyntree_plugin.engine.sources.state_blocks import StateBlocks
+from dyntree_plugin.engine.speculator import NodeProposals
+from dyntree_plugin.engine.step.rows import RowMemory, RowWriter
+from dyntree_plugin.engine.step.source import NodeSource
 
 
-class BlockSpeculator(TreeProposals, DraftModelSpeculator):
+class BlockSpeculator(NodeProposals):
     """Loads, profiles and places a block draft as the stock class does."""
 
     model: Any
+    # The draft keeps the target's states, and its cache ends before the root.
+    row_shift = StateBlocks.shift
 
-    def __init__(
-        self, vllm_config: VllmConfig, device: torch.device, steps: Steps, compose: Composer
-    ) -> None:
-        super().__init__(vllm_config, device)
-        self.steps, self.compose = steps, compose
-        self.length = compose.trees.plan.shape.block
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.length = self.compose.trees.plan.shape.block
         config: Any = self.draft_model_config.hf_config
         self.mask_token = get_parallel_drafting_token_id(config)
         self.causal = not dflash_has_any_non_causal(config)
         anchored = getattr(config, "sample_from_anchor", True)
         self.root_proposes = self.method == "dspark" and anchored
         # Before vLLM profiles the memory, so that it is counted.
-        most = self.max_num_reqs * (compose.trees.plan.shape.max_depth + 1)
+        most = self.max_num_reqs * (self.compose.trees.plan.shape.max_depth + 1)
         dtype: Any = self.dtype  # vLLM has resolved its name by now
-        self.given = torch.zeros(most, self.hidden_size, dtype=dtype, device=device)
+        self.given = torch.zeros(most, self.hidden_size, dtype=dtype, device=self.device)
 
     @on_device()
     def load_draft_model(
@@ -62,12 +61,9 @@ class BlockSpeculator(TreeProposals, DraftModelSpeculator):
         load = load_dspark_model if self.method == "dspark" else load_dflash_model
         return load(target_model, copied)
 
-    def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        super().set_attn(*args, **kwargs)
-        memory = row_memory(self, self.compose.trees.plan)
-        writer = self.compose.ops.row_writer(memory)
-        source = BlockDraft(self, self, memory, writer, length=self.length, given=self.given)
-        self.drafter = self.compose.drafter(memory.of_growth, source, writer)
+    def make_source(self, memory: RowMemory, writer: RowWriter) -> NodeSource:
+        reader = StateBlocks(self, self, memory, writer, length=self.length, given=self.given)
+        return BlockDraft(reader, memory, self.length)
 
     def rehearse(
         self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool
@@ -80,19 +76,24 @@ class BlockSpeculator(TreeProposals, DraftModelSpeculator):
         found = self.run(ids, positions, None, None)
         width = self.most_logits_of_a_request(most_logits)
         at = torch.arange(batch.num_reqs * width, device=found.device) % rows
-        self.compute_draft_logits(found[at], 0)
+        self.score(ids[at], *self.offer(found[at]))
 
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:
         """Turn the target's hidden states into the draft's; see `LoadedBlock`."""
         combined: torch.Tensor = self.model.combine_hidden_states(hidden)
         return combined
 
-    def bias(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Return what tokens add to the logits after them; see `LoadedBlock`."""
+    def offer(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return logits; see `LoadedBlock`."""
+        return (self.compute_draft_logits(hidden, 0),)
+
+    def score(self, tokens: torch.Tensor, *offered: torch.Tensor) -> torch.Tensor:
+        """Add to the logits what the tokens before them make likely; see `LoadedBlock`."""
+        (logits,) = offered
         if self.method != "dspark":
-            return None
+            return logits
         bias: torch.Tensor = self.model.markov_bias(self.model.markov_embed(tokens))
-        return bias
+        return logits + bias
 
     def keep(
         self, states: torch.Tensor, positions: torch.Tensor, slots: dict[str, torch.Tensor] | None

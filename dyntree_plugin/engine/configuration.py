@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dyntree_plugin.options.methods import BLOCKS, READ_MASKS
 from dyntree_plugin.options.options import NAMESPACE, DynTreeOptions
 from dyntree_plugin.tree.budget.choice import node_buckets
 
@@ -88,6 +89,8 @@ def mark_as_tree(speculative_config: SpeculativeConfig, plan: TreePlan) -> None:
     # vLLM would keep the distributions of its own chains.
     speculative_config.draft_sample_method = "greedy"
     speculative_config.rejection_sample_method = "standard"
+    # vLLM's V2 runner has no such drafts of its own.
+    speculative_config.parallel_drafting &= speculative_config.method in BLOCKS
     vars(speculative_config)[_MARK] = plan
 
 
@@ -265,8 +268,15 @@ def scratch_slots(speculative_config: Any) -> int:
 
 
 def most_draft_rows(vllm_config: VllmConfig) -> int:
-    """Return the most rows of a draft forward without prompts; 0 for an engine without any."""
+    """Return the most rows of a draft forward without prompts; 0 for an engine without any.
+
+    With masks it is that of all forwards.
+    """
     plan = tree_plan(vllm_config)
     if plan is None or not plan.has_draft:
         return 0
-    return vllm_config.scheduler_config.max_num_seqs * plan.most_rows
+    scheduler, speculation = vllm_config.scheduler_config, vllm_config.speculative_config
+    rows: int = scheduler.max_num_seqs * plan.most_rows
+    if plan.shape.block and speculation is not None and speculation.method in READ_MASKS:
+        rows += scheduler.max_num_batched_tokens  # Masks come on top of the chunks of prompts.
+    return rows

@@ -13,28 +13,29 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.gemma4.speculator import Gemma4Speculator
-from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from dyntree_plugin.engine.agreement import sizes_alone
-from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.offloading import on_device
 from dyntree_plugin.engine.pipeline.whole_draft import as_one_stage
 from dyntree_plugin.engine.sources.head import ContextHead, HeadStates, TargetHead
-from dyntree_plugin.engine.speculator import Steps, TreeProposals, row_memory
+from dyntree_plugin.engine.speculator import NodeProposals
+from dyntree_plugin.engine.step.rows import RowMemory, RowWriter
+from dyntree_plugin.engine.step.source import NodeSource
+from dyntree_plugin.tree.plan import TreePlan
 
 
-class HeadSpeculator(TreeProposals, DraftModelSpeculator):
+class HeadSpeculator(NodeProposals):
     """Loads, profiles and places a head as the stock class does."""
 
     source: type[TargetHead] = TargetHead
 
-    def __init__(
-        self, vllm_config: VllmConfig, device: torch.device, steps: Steps, compose: Composer
-    ) -> None:
-        super().__init__(vllm_config, device)
-        self.steps, self.compose = steps, compose
-        plan = compose.trees.plan
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         # Before vLLM profiles the memory, so that it is counted.
+        self.allocate(self.compose.trees.plan)
+
+    def allocate(self, plan: TreePlan) -> None:
+        """Make room for what passes from one forward to another."""
         self.states = HeadStates(
             self.max_num_reqs,
             plan.shape.max_depth + 1,
@@ -42,7 +43,7 @@ class HeadSpeculator(TreeProposals, DraftModelSpeculator):
             self.hidden_size,
             self.logits_size,
             self.dtype,  # type: ignore[arg-type]  # vLLM has resolved its name by now
-            device,
+            self.device,
         )
 
     @property
@@ -57,13 +58,8 @@ class HeadSpeculator(TreeProposals, DraftModelSpeculator):
         """Load the head, which shares the target's embedding and output layer if it has none."""
         return load_eagle_model(target_model, self.vllm_config)
 
-    def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        super().set_attn(*args, **kwargs)
-        context_only = self.source is ContextHead
-        memory = row_memory(self, self.compose.trees.plan, context_only=context_only)
-        writer = self.compose.ops.row_writer(memory)
-        source = self.source(self, self, self.states, memory, writer)
-        self.drafter = self.compose.drafter(memory.of_growth, source, writer)
+    def make_source(self, memory: RowMemory, writer: RowWriter) -> NodeSource:
+        return self.source(self, self, self.states, memory, writer)
 
     def rehearse(
         self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool
@@ -110,6 +106,7 @@ class ContextSpeculator(HeadSpeculator, Gemma4Speculator):
     """Drafts with Gemma-4's module, which reads the target's KV cache."""
 
     source = ContextHead
+    context_only = True
     load_draft_model = on_device()(Gemma4Speculator.load_draft_model)
 
     @property

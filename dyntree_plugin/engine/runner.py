@@ -34,6 +34,7 @@ from dyntree_plugin.engine.grammar.drafted import DraftGrammars, InTurn
 from dyntree_plugin.engine.grammar.drafts import RecentDrafts
 from dyntree_plugin.engine.grammar.tries import GrammarTries
 from dyntree_plugin.engine.head_speculator import ContextSpeculator, HeadSpeculator
+from dyntree_plugin.engine.masked_speculators import PARDSpeculator, PEagleSpeculator
 from dyntree_plugin.engine.papers.draw_store import DrawStore
 from dyntree_plugin.engine.sampling.parameters import TreeParameters
 from dyntree_plugin.engine.sampling.processors import (
@@ -43,7 +44,12 @@ from dyntree_plugin.engine.sampling.processors import (
 )
 from dyntree_plugin.engine.sampling.ranking import TargetRanking
 from dyntree_plugin.engine.sources.look_up import TextLookUp
-from dyntree_plugin.engine.speculator import LookUpSpeculator, TreeProposals, TreeSpeculator
+from dyntree_plugin.engine.speculator import (
+    LookUpSpeculator,
+    NodeProposals,
+    TreeProposals,
+    TreeSpeculator,
+)
 from dyntree_plugin.engine.stage import TreeStage
 from dyntree_plugin.engine.step.clock import StageTimes
 from dyntree_plugin.engine.step.count import report
@@ -323,13 +329,12 @@ class TreeRunnerMixin(TreeStage):
         return record
 
 
-def _speculator_for(
-    plan: TreePlan, speculation: Any
-) -> type[TreeSpeculator | HeadSpeculator | BlockSpeculator | LookUpSpeculator]:
+def _speculator_for(plan: TreePlan, speculation: Any) -> type[NodeProposals | LookUpSpeculator]:
     if not plan.has_draft:
         return LookUpSpeculator
     if plan.shape.block:
-        return BlockSpeculator
+        masked = {"draft_model": PARDSpeculator, "eagle3": PEagleSpeculator}
+        return masked.get(speculation.method, BlockSpeculator)
     if not plan.shape.head:
         return TreeSpeculator
     return ContextSpeculator if speculation.use_gemma4_mtp() else HeadSpeculator

@@ -19,9 +19,9 @@ from dyntree_plugin.engine.pipeline.whole_draft import as_one_stage
 from dyntree_plugin.engine.sources.draft_models import DraftModels, LoadedModel
 from dyntree_plugin.engine.step.draft import Drafter
 from dyntree_plugin.engine.step.records import Sampled, Step
-from dyntree_plugin.engine.step.rows import GrowthMemory, RowMemory
+from dyntree_plugin.engine.step.rows import GrowthMemory, RowMemory, RowWriter
+from dyntree_plugin.engine.step.source import NodeSource
 from dyntree_plugin.tree.padded import of_width, readable
-from dyntree_plugin.tree.plan import TreePlan
 
 
 class Steps(Protocol):
@@ -119,14 +119,43 @@ class TreeProposals(BaseSpeculator):
         return plan.shape.block + max(plan.growing.widths, default=1)
 
 
-class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
-    """Loads, profiles and places a draft model as the stock class does, and further ones."""
+class NodeProposals(TreeProposals, DraftModelSpeculator):
+    """The part of a speculator whose candidates come from forwards of a model."""
+
+    context_only = False
+    """As in `RowMemory`."""
 
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, steps: Steps, compose: Composer
     ) -> None:
         super().__init__(vllm_config, device)
         self.steps, self.compose = steps, compose
+
+    @property
+    def row_shift(self) -> int:
+        """Position of a row, less that of its token."""
+        return self.compose.trees.plan.shape.shift
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        super().set_attn(*args, **kwargs)
+        plan, shift = self.compose.trees.plan, self.row_shift
+        rows = plan.most_rows, plan.scratch_slots
+        memory = RowMemory(self, *rows, shift, context_only=self.context_only)
+        writer = self.compose.ops.row_writer(memory)
+        self.drafter = self.compose.drafter(
+            memory.of_growth, self.make_source(memory, writer), writer
+        )
+
+    def make_source(self, memory: RowMemory, writer: RowWriter) -> NodeSource:
+        """Make what runs the loaded models over the rows in this ``memory``."""
+        raise NotImplementedError
+
+
+class TreeSpeculator(NodeProposals, StandaloneARSpeculator):
+    """Loads, profiles and places a draft model as the stock class does, and further ones."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.further: list[FurtherDraft] = []
 
     _run_model = run_alone
@@ -141,16 +170,10 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
         self.further = load_further_drafts(self.vllm_config)
         return first
 
-    def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        super().set_attn(*args, **kwargs)
+    def make_source(self, memory: RowMemory, writer: RowWriter) -> NodeSource:
         trees = self.compose.trees
-        memory = row_memory(self, trees.plan)
-        writer = self.compose.ops.row_writer(memory)
         apart = trees.plan.growing.roots > 1
-        source = DraftModels(
-            self, self.further, memory, writer, trees.vocabulary, trees_apart=apart
-        )
-        self.drafter = self.compose.drafter(memory.of_growth, source, writer)
+        return DraftModels(self, self.further, memory, writer, trees.vocabulary, trees_apart=apart)
 
     def rehearse(
         self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool
@@ -165,19 +188,6 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
             found = model._run_model(ids, batch.positions[:rows], None, None, None)
             at = torch.arange(batch.num_reqs * width, device=found.device) % rows
             of_width(model.compute_draft_logits(found[at], 0), vocabulary)
-
-
-def row_memory(
-    model: DraftModelSpeculator, plan: TreePlan, *, context_only: bool = False
-) -> RowMemory:
-    """Allocate the rows of draft forwards; the attention of ``model`` is set.
-
-    ``context_only``: as in `RowMemory`.
-    """
-    # A block draft keeps the target's states, and its cache ends before the root.
-    shift = -1 if plan.shape.block else plan.shape.shift
-    most_rows, scratch = plan.most_rows, plan.scratch_slots
-    return RowMemory(model, most_rows, scratch, shift, context_only=context_only)
 
 
 class LookUpSpeculator(TreeProposals):

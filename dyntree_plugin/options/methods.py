@@ -14,9 +14,27 @@ BLOCKS = ("dflash", "dspark")
 """The draft is a block draft, and num_speculative_tokens is the length of a block. It reads the
 target's hidden states, too."""
 
+READ_MASKS = ("draft_model", "eagle3")
+"""With ``parallel_drafting`` the draft is a block draft, too: PARD, or a head that is P-EAGLE. It
+reads what other drafts of its method read, and masks."""
+
 OF_TARGET = (*HEADS, *BLOCKS)
 
 WITH_DRAFT = ("draft_model", *OF_TARGET)
+
+
+def proposes_blocks(speculation: Any) -> bool:
+    """Return whether the draft of a ``SpeculativeConfig`` of vLLM's is a block draft."""
+    masks = speculation.method in READ_MASKS and speculation.parallel_drafting
+    return speculation.method in BLOCKS or masks
+
+
+def kind_of_draft(speculation: Any) -> dict[str, bool]:
+    """Return of a ``SpeculativeConfig`` what `DynTreeOptions.resolve` asks about its draft."""
+    block, method = proposes_blocks(speculation), speculation.method
+    head = method in HEADS and not block
+    return {"draft": method not in WITHOUT_DRAFT, "head": head, "block": block}
+
 
 DRAWN = "draft_sample_method=probabilistic or rejection_sample_method=block"
 """What asks vLLM for chains that are drawn from the draft, in a speculative configuration."""

@@ -19,7 +19,7 @@ from pydantic import (
     field_validator,
 )
 
-from dyntree_plugin.options.methods import BLOCKS, DRAWN, HEADS, WITHOUT_DRAFT, draws_chains
+from dyntree_plugin.options.methods import DRAWN, draws_chains, kind_of_draft
 from dyntree_plugin.options.shape import (
     ADAPTIVE_FORWARDS,
     BLOCK_NODES,
@@ -54,7 +54,7 @@ class DynTreeOptions(BaseModel):
         le=MOST_NODES,
         description="Most nodes in one request's tree, which are the draft tokens that the target "
         "verifies in a step. At most num_speculative_tokens; with a block draft (method dflash or "
-        "dspark) that is the length of the block, and no limit.",
+        "dspark, or parallel_drafting) that is the length of the block, and no limit.",
         json_schema_extra={
             "derived": f"num_speculative_tokens; with a block draft at least {BLOCK_NODES}"
         },
@@ -269,9 +269,7 @@ class DynTreeOptions(BaseModel):
 
     def plan_for(self, speculation: Any) -> TreePlan:
         """Do as `resolve` for an engine with this ``SpeculativeConfig`` of vLLM's."""
-        draft, head = speculation.method not in WITHOUT_DRAFT, speculation.method in HEADS
-        block = speculation.method in BLOCKS
-        plan = self.resolve(speculation.num_speculative_tokens, draft=draft, head=head, block=block)
+        plan = self.resolve(speculation.num_speculative_tokens, **kind_of_draft(speculation))
         if self.exactness is None and plan.may_draw and draws_chains(speculation):
             return dataclasses.replace(plan, exactness="distribution")
         return plan

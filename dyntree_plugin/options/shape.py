@@ -84,6 +84,9 @@ def _check_block(given: Mapping[str, Any]) -> None:
     for name, only in (("growth", "topk"), ("exactness", "tokens")):
         if given[name] not in (None, only):
             raise ValueError(f"{name}={given[name]} does not go with a block draft: use {only}")
+    if given["drafts"]:
+        given_drafts = [*given["drafts"]]
+        raise ValueError(f"drafts={given_drafts} does not go with a block draft: leave it out")
 
 
 def _looks_up(given: Mapping[str, Any], draft: bool) -> bool:

@@ -82,7 +82,9 @@ class TreePlan:
     @property
     def most_rows(self) -> int:
         """Most rows of a request in a draft forward, or in the growth after it, without prompts."""
-        return max(*self.growing.widths, self.shape.max_depth + 1, self.shape.block + 1)
+        # A block draft may read emitted tokens, and masks for all positions but the first.
+        read = self.shape.max_depth + max(1, self.shape.block)
+        return max([read, *self.growing.widths])
 
     @property
     def reads_draws(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import blocks
+import masked_drafts
 import pytest
 import workload
 from comparison import accepted_per_step
@@ -25,11 +26,14 @@ HALF = {"dtype": "bfloat16"}
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """Engines without trees; with DFlash, look-up, chunks of prompts and preemption; with DSpark
-    alone; and with compiled models and in bfloat16."""
+    """Engines without trees; with DFlash and with PARD, look-up, chunks of prompts and preemption;
+    with DSpark and with P-EAGLE alone; and with compiled models and in bfloat16."""
     folder = tmp_path_factory.mktemp("served")
     block = blocks.random_block(folder / "block", seed=1)
     other = blocks.random_block(folder / "other", seed=1, of_parent=True)
+    masked = masked_drafts.served(masked_drafts.pard(folder / "pard"), "draft_model")
+    head = masked_drafts.peagle(folder / "head")
+    of_head = masked_drafts.served(head, "eagle3", node_budget=24, budget="fixed", lookup="off")
     whole = workload.with_block(block, budget="fixed")
     alone = workload.with_block(other, "dspark", node_budget=24, budget="fixed", lookup="off")
     half = workload.with_block(block, budget="fixed", lookup="off") | HALF
@@ -38,6 +42,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
         {
             "plain": (workload.without_tree(), {"sound": EVERY}),
             "block": (workload.with_block(block) | TIGHT | workload.STEADY, RUNS),
+            "masked": (masked | TIGHT | workload.STEADY, RUNS),
+            "masked head": (of_head, {"sound": RUNS["sound"]}),
             "alone": (alone, {"sound": RUNS["sound"]}),
             "compiled": (whole | {"enforce_eager": False}, {"sound": Run(REQUESTS)}),
             "plain in bfloat16": (
@@ -57,6 +63,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
         ("block", "aborted", 0),
         ("block", "again", 0.02),
         ("alone", "sound", 0.3),
+        ("masked", "sound", 0.3),
+        pytest.param("masked", "aborted", 0, marks=pytest.mark.slow),
+        pytest.param("masked", "again", 0.3, marks=pytest.mark.slow),
+        ("masked head", "sound", 0.3),
         pytest.param("compiled", "sound", 0.5, marks=pytest.mark.slow),
     ],
 )
@@ -68,8 +78,9 @@ def test_the_tokens_are_those_without_trees(
         assert accepted_per_step(target.served(engine)[run]) > least
 
 
-def test_requests_are_preempted(target: Target) -> None:
-    assert target.served("block")["again"].metrics["vllm:num_preemptions_total"] > 0
+@pytest.mark.parametrize("engine", ["block", "masked"])
+def test_requests_are_preempted(engine: str, target: Target) -> None:
+    assert target.served(engine)["again"].metrics["vllm:num_preemptions_total"] > 0
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 
 import blocks
 import heads
+import masked_drafts
 import pooled
 import pytest
 import torch
@@ -91,6 +92,17 @@ def _block(method: str, folder: Path) -> Source:
     return Source(arguments, [blocks.PlainBlock(block).logits])
 
 
+def _masked(method: str, folder: Path) -> Source:
+    of_head = method == "eagle3"
+    make, plain = (
+        (masked_drafts.peagle, masked_drafts.PlainPEagle)
+        if of_head
+        else (masked_drafts.pard, masked_drafts.PlainPARD)
+    )
+    draft = make(folder / "draft")
+    return Source(masked_drafts.served(draft, method, budget="fixed"), [plain(draft).logits])
+
+
 def _gemma4(folder: Path) -> Source:
     target = random_target(folder / "target", "gemma4_text")
     module = gemma4_assistant(folder / "module")
@@ -138,6 +150,8 @@ SOURCES: dict[str, Callable[[Path], Source]] = {
     "dflash": partial(_block, "dflash"),
     "dspark": partial(_block, "dspark"),
     "laguna": partial(_block, "laguna"),
+    "PARD": partial(_masked, "draft_model"),
+    "P-EAGLE": partial(_masked, "eagle3"),
 }
 SLOW = {"mirror", "EAGLE's first mirror", "dspark", "laguna"}
 ALONE = [name for name in SOURCES if name not in ("EAGLE's first mirror", "MTP mirror")]
@@ -200,14 +214,15 @@ def test_every_row_says_what_the_draft_says_alone(name: str, spoken: Served) -> 
                 for of in ("dflash", "dspark", "laguna")
                 for wrong in ("deeper", "causal", "stale")
             ),
+            *((of, wrong) for of in ("PARD", "P-EAGLE") for wrong in ("deeper", "left")),
             ("Gemma-4's module", "advance"),
         ],
         SLOW,
     ),
 )
 def test_what_a_row_reads_is_seen(name: str, wrong: str, spoken: Served) -> None:
-    """Control: with the next position, with causal bits, and without the context's last token, the
-    draft alone says something else."""
+    """Control: with the next position, with causal bits, without the context's last token, and with
+    a mask left in its place, the draft alone says something else."""
     own, deeper = spoken(name), [0] * (wrong == "deeper")
     notes = [(text, [*path, *deeper], logits) for text, path, logits in own.notes[::97]]
     if wrong == "advance":  # It moves nodes alone.

@@ -126,8 +126,11 @@ class Block(Head):
         before = self.cache[slots[0] - 1]
         return fraction(self._run_model(ids, positions, metadata, slots, None) + before)
 
-    def bias(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head[tokens % HIDDEN]
+    def offer(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.compute_draft_logits(hidden, 0),)
+
+    def score(self, tokens: torch.Tensor, *offered: torch.Tensor) -> torch.Tensor:
+        return offered[0] + self.head[tokens % HIDDEN]
 
 
 def fraction(values: torch.Tensor) -> torch.Tensor:
@@ -141,3 +144,33 @@ def product(columns: list[torch.Tensor], matrix: torch.Tensor) -> torch.Tensor:
     for column, row in zip(columns, matrix, strict=True):
         total += column * row
     return total
+
+
+class Masked(Draft):
+    """A draft model that reads masks; see `LoadedMasked`."""
+
+    mask_token, shift = VOCAB - 1, 0
+
+    def combine_masked(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a draft model reads no states")
+
+    def run_masked(
+        self, ids: torch.Tensor, positions: torch.Tensor, states: Any, metadata: Any, slots: Any
+    ) -> torch.Tensor:
+        return fraction(self._run_model(ids, positions, metadata, slots, None))
+
+    def masked_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.compute_draft_logits(hidden, 0)
+
+
+class MaskedHead(Head):
+    """A head that reads masks; see `LoadedMasked`."""
+
+    mask_token, shift = VOCAB - 1, -1
+    masked_logits = Masked.masked_logits
+
+    def combine_masked(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.mix[:1], self.combine(hidden)])
+
+    def run_masked(self, *given: Any) -> torch.Tensor:
+        return self.run(*given)[0]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_model import HIDDEN, LONGEST, MOST, VOCAB, Block, Draft, Head
+from draft_model import HIDDEN, LONGEST, MOST, VOCAB, Block, Draft, Head, Masked, MaskedHead
 from growth_steps import STORED, growth_of
 from replays import graph
 from torch.utils._python_dispatch import _disable_current_modes
@@ -30,6 +30,8 @@ from dyntree_plugin.engine.sources.block import BlockDraft  # noqa: E402
 from dyntree_plugin.engine.sources.draft_models import DraftModels  # noqa: E402
 from dyntree_plugin.engine.sources.head import HeadStates, TargetHead  # noqa: E402
 from dyntree_plugin.engine.sources.look_up import TextLookUp  # noqa: E402
+from dyntree_plugin.engine.sources.masked_text import MaskedText  # noqa: E402
+from dyntree_plugin.engine.sources.state_blocks import StateBlocks  # noqa: E402
 from dyntree_plugin.engine.step import rows as row_memory  # noqa: E402
 from dyntree_plugin.engine.step.catch_up import CatchUp  # noqa: E402
 from dyntree_plugin.engine.step.draft import Drafter  # noqa: E402
@@ -80,7 +82,7 @@ class Drafting:
             (Block if shape.block else Head if shape.head else Draft)()
         ]
         self.model: Any = first
-        shift = -1 if shape.block else shape.shift
+        shift = getattr(self.model, "shift", -1 if shape.block else shape.shift)
         self.memory = RowMemory(self.model, plan.most_rows, plan.scratch_slots, shift)
         self.writer = (writer or ops.row_writer)(self.memory)
         self.source = source = self._source()
@@ -113,12 +115,20 @@ class Drafting:
 
     def _source(self) -> NodeSource:
         if length := self.plan.shape.block:
-            given = torch.zeros(MOST * (self.plan.shape.max_depth + 1), HIDDEN)
-            block = BlockDraft(
+            given = torch.zeros(1 + MOST * (self.plan.shape.max_depth + 1), HIDDEN)
+            if isinstance(self.model, Masked | MaskedHead):
+                of_head = given if isinstance(self.model, MaskedHead) else None
+                self.roots = (torch.zeros(MOST, length, HIDDEN),)
+                text = MaskedText(
+                    self.model, self.model, self.memory, self.writer,
+                    hidden=self.roots[0], given=of_head,
+                )  # fmt: skip
+                return BlockDraft(text, self.memory, length)
+            reader = StateBlocks(
                 self.model, self.model, self.memory, self.writer, length=length, given=given
             )
-            self.roots = (block._root_ids,)
-            return block
+            self.roots = (reader.root_ids,)
+            return BlockDraft(reader, self.memory, length)
         if not self.plan.shape.head:
             apart = self.plan.growing.roots > 1
             models = DraftModels(
@@ -239,10 +249,17 @@ def makes(monkeypatch: pytest.MonkeyPatch, usual: TreePlan) -> Make:
         plan: TreePlan = usual,
         numbers: Sequence[int] = (),
         rankings: Sequence[Any] = (None, None),
+        model: Any = None,
     ) -> list[Drafting]:
         return [
             Drafting(
-                CPUOps(), growth, captured=captured, plan=plan, numbers=numbers, ranking=ranking
+                CPUOps(),
+                growth,
+                captured=captured,
+                plan=plan,
+                numbers=numbers,
+                ranking=ranking,
+                models=[model()] if model else (),
             )
             for captured, ranking in zip((False, True), rankings, strict=True)
         ]
@@ -270,10 +287,11 @@ def makes_by_kernels(monkeypatch: pytest.MonkeyPatch, usual: TreePlan) -> Make:
     monkeypatch.setattr(InterpretedFunction, "run", run)
     ops = CUDAOps(at_hand)
 
-    def make(plan: TreePlan = usual) -> list[Drafting]:
+    def make(plan: TreePlan = usual, model: Any = None) -> list[Drafting]:
+        own: dict[str, Any] = {"plan": plan, "models": [model()] if model else ()}
         return [
-            Drafting(ops, DeviceGrowth, captured=False, writer=TensorRows, plan=plan),
-            Drafting(ops, DeviceGrowth, captured=True, plan=plan),
+            Drafting(ops, DeviceGrowth, captured=False, writer=TensorRows, **own),
+            Drafting(ops, DeviceGrowth, captured=True, **own),
         ]
 
     return make

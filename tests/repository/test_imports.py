@@ -61,6 +61,7 @@ LAYERS = (
         "dyntree_plugin.engine.further_drafts",
         "dyntree_plugin.engine.block_speculator",
         "dyntree_plugin.engine.head_speculator",
+        "dyntree_plugin.engine.masked_speculators",
         "dyntree_plugin.engine.pipeline",
         "dyntree_plugin.engine.speculator",
         "dyntree_plugin.engine.runner",

@@ -1,159 +1,90 @@
 """A block draft as a source of candidates: one forward proposes tokens for several positions.
 
-The draft keeps keys and values of the target's hidden states for the text before the root. Its
-forward runs the root and a mask for each of the next positions, all of which see each other, and
-the logits of a mask are those of its position. They do not depend on the nodes before, so that
-nodes of one depth share their candidates. DFlash (arXiv 2602.06036) describes such drafts, and
-DDTree (arXiv 2604.12989) grows trees from the product of their probabilities. DSpark adds to the
-logits what the token before the position makes likely, and lets the root propose the first token.
+Its forward runs the root and a mask for each of the next positions, and what it says of a position
+depends on no node, or on the node before it alone. DDTree (arXiv 2604.12989) grows trees from the
+product of the positions' probabilities.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from dyntree_plugin.engine.sources.head import joined
-from dyntree_plugin.engine.step.catch_up import CatchUp, prompt_rows
+from dyntree_plugin.engine.step.catch_up import CatchUp
 from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import Requests
-from dyntree_plugin.engine.step.rows import PAD_SLOT, RowMemory, RowWriter, TreeRows, first_bits
+from dyntree_plugin.engine.step.rows import RowMemory, TreeRows
 
 
-class LoadedBlock(Protocol):
-    """A block draft that is loaded: its ``mask_token``, whether a position of a block sees only
-    those before it, and whether the root's row gives the first token's logits, and no mask's."""
+class BlockReader(Protocol):
+    """Runs a block draft: what it reads of a text, and the blocks after the roots.
 
-    mask_token: int
-    causal: bool
-    root_proposes: bool
+    ``receive``, ``follow`` and ``follow_prompts`` are those of a `NodeSource`, and so is ``shift``.
+    """
 
-    def bias(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Return what ``tokens`` [N] add to the logits of the positions after them, [N, V]; None
-        for a draft without that."""
+    @property
+    def shift(self) -> int: ...
+    def receive(self, step: CatchUp) -> None: ...
+    def follow(self, requests: Requests, emitted: Emitted) -> None: ...
+    def follow_prompts(self, step: CatchUp) -> None: ...
+
+    def offer(self, requests: int) -> tuple[torch.Tensor, ...]:
+        """Return what `score` makes the logits of the positions after the roots from, each with
+        R * length entries."""
         ...
 
-    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Turn the target's hidden states [N, layers * H] into what `keep` takes, [N, H]."""
-        ...
+    def score(self, tokens: torch.Tensor | None, *offered: torch.Tensor) -> torch.Tensor:
+        """Return the logits [N, V] after ``tokens`` [N] from N entries of what was offered.
 
-    def keep(
-        self, states: torch.Tensor, positions: torch.Tensor, slots: dict[str, torch.Tensor] | None
-    ) -> None:
-        """Write the keys and values of combined states [N, H]; ``slots``: None to write none."""
+        ``tokens``: None for the roots.
+        """
         ...
-
-    def run(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: dict[str, Any] | None,
-        slots: dict[str, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """Run the rows of blocks; return what gives their logits."""
-        ...
-
-    def compute_draft_logits(
-        self, hidden_states: torch.Tensor, spec_step_idx: int
-    ) -> torch.Tensor: ...
 
 
 class BlockDraft:
-    """The `NodeSource` that runs a block draft.
+    """The `NodeSource` that looks up the logits of a block.
 
-    Growth's rows are those of nodes, which no model runs: their logits are looked up. The logits of
-    a step's blocks, [R, length, V], are as large as those that vLLM's own chains compute, and are
-    freed with the next step's.
+    Growth's rows are those of nodes, which no model runs. What a step's blocks offer, mostly
+    logits [R, length, V], is as large as what vLLM's own chains compute, and is freed with the next
+    step's.
     """
 
-    shift = -1
-
-    def __init__(
-        self,
-        block: LoadedBlock,
-        speculator: DraftModelSpeculator,
-        memory: RowMemory,
-        writer: RowWriter,
-        *,
-        length: int,
-        given: torch.Tensor,
-    ) -> None:
-        """``speculator``: vLLM's, which builds attention metadata for prompts. ``length``: tokens
-        of a block, without the root. ``given`` [R * E, H]: room for combined states before emitted
-        tokens."""
-        self._block = block
-        self._speculator = speculator
+    def __init__(self, reader: BlockReader, memory: RowMemory, length: int) -> None:
+        """``length``: positions after the root that a block gives logits for."""
+        self.reader = reader
         self._memory = memory
-        self._writer = writer
         self._length = length
-        self._given = given
-        self._root_ids = torch.zeros(memory.requests, dtype=torch.int32, device=memory.device)
-        self._width = length if block.root_proposes else 1 + length
         self.kept: tuple[torch.Tensor, ...] = ()
 
+    @property
+    def shift(self) -> int:
+        return self.reader.shift
+
     def receive(self, step: CatchUp) -> None:
-        """Copy the target's states before the emitted tokens: of the root and the accepted path."""
-        before = step.target.rows_before(step.emitted.most).flatten()
-        self._given[: len(before)].copy_(self._block.combine(joined(step.target, before)))
+        """Copy what the draft reads of the target's hidden states."""
+        self.reader.receive(step)
 
     def follow(self, requests: Requests, emitted: Emitted) -> None:
-        """Keep the states before the emitted tokens, the last of which are the new roots."""
-        rows = self._writer.chain(requests, emitted)
-        last = self._memory.root_rows[: len(emitted.roots)]
-        self._keep(rows, self._given[: len(rows.ids)], last)
+        """Read the emitted tokens, the last of which are the new roots; all requests decode."""
+        self.reader.follow(requests, emitted)
 
     def follow_prompts(self, step: CatchUp) -> None:
-        """Do as `follow` where some requests are in their prompt, whose chunks are kept as well."""
-        rows = prompt_rows(self._speculator, self._memory, step)
-        self._memory.root_positions[: step.batch.num_reqs] = rows.root_positions
-        self._keep(rows, self._block.combine(joined(step.target, rows.read)), rows.last)
+        """Do as `follow` where some requests are in their prompt, whose chunks are read as well."""
+        self.reader.follow_prompts(step)
 
     def root_logits(self, requests: int) -> torch.Tensor:
-        """Run the blocks after the roots; return the logits of their first positions, [R, V]."""
-        rows = self._rows(requests)
-        hidden = self._block.run(rows.ids, rows.positions, rows.metadata, rows.slots_by_layer)
-        proposing = hidden.view(requests, self._width, -1)[:, self._width - self._length :]
-        logits = self._block.compute_draft_logits(proposing.flatten(0, 1), 0)
-        self.kept = (logits.view(requests, self._length, -1),)
-        return self._after(self._root_ids[:requests], self.kept[0][:, 0])
+        """Return the logits of the first positions after the roots, [R, V]."""
+        shape = requests, self._length
+        offered = self.reader.offer(requests)
+        self.kept = tuple(each.reshape(shape + each.shape[1:]) for each in offered)
+        return self.reader.score(None, *(each[:, 0] for each in self.kept))
 
     def forward(self, rows: TreeRows, requests: int, first: int) -> torch.Tensor:
         """Return the logits of the position after each node, [R * width, V]."""
         roots = self._memory.root_positions[:requests, None]
         depths = rows.positions.view(requests, -1) - roots
         blocks = torch.arange(requests, device=depths.device)[:, None] * self._length
-        at = blocks + depths.clamp(min=0, max=self._length - 1)
-        logits = self.kept[0].flatten(0, 1)
-        return self._after(rows.ids, logits.index_select(0, at.flatten()))
-
-    def _after(self, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        bias = self._block.bias(tokens)
-        return logits if bias is None else logits + bias
-
-    def _keep(self, rows: Any, states: torch.Tensor, last: torch.Tensor) -> None:
-        self._block.keep(states, rows.positions, rows.slots_by_layer)
-        torch.index_select(rows.ids, 0, last, out=self._root_ids[: len(last)])
-
-    def _rows(self, requests: int) -> TreeRows:
-        """Fill the rows of the blocks: the roots, and the masks after them."""
-        memory, width = self._memory, self._width
-        places = memory.root_positions[:requests, None] + torch.arange(width, device=memory.device)
-        real = places <= memory.last_position
-        positions = places.clamp(max=memory.last_position)
-        # Attention skips what only fills a batch up, and vLLM gives it no slots.
-        filling = memory.ctx_lens[:requests] < 0
-        index = memory.of_requests.slots[:requests].masked_fill(filling, PAD_SLOT)
-        slots = memory.slots_of(index, positions, memory.slots)
-        rows = memory.tree_rows(requests, width, columns=width)
-        ids = rows.ids.view(requests, width)
-        ids.fill_(self._block.mask_token)
-        ids[:, 0] = self._root_ids[:requests]
-        rows.positions.view(requests, width).copy_(positions)
-        # No row sees a place after the longest text, which has no slot.
-        seen = real.cumsum(1)
-        seen = seen if self._block.causal else seen[:, -1:].expand(-1, width)
-        rows.ancestor_bits.view(requests, width, -1).copy_(first_bits(seen))
-        rows.slots.copy_(slots.masked_fill(~real, PAD_SLOT).flatten(1))
-        return rows
+        at = (blocks + depths.clamp(min=0, max=self._length - 1)).flatten()
+        of_rows = (each.flatten(0, 1).index_select(0, at) for each in self.kept)
+        return self.reader.score(rows.ids, *of_rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,16 @@ def most_emitted(batch: InputBatch, max_depth: int) -> np.ndarray:
     return emitted
 
 
+class Masks(NamedTuple):
+    """Masks that a draft reads after the emitted tokens of a request: how many, and their token."""
+
+    number: int
+    token: int
+
+
+NO_MASKS = Masks(0, 0)
+
+
 @dataclass(frozen=True)
 class CatchUpPlan:
     """The rows of a catch-up with prompts, known on the host.
@@ -47,7 +57,14 @@ class CatchUpPlan:
     shift: int
 
     @classmethod
-    def of(cls, batch: InputBatch, max_depth: int, shift: int = 0) -> CatchUpPlan:
+    def of(
+        cls,
+        batch: InputBatch,
+        max_depth: int,
+        shift: int = 0,
+        masks: int = 0,
+        last_position: int = 0,
+    ) -> CatchUpPlan:
         num_reqs = batch.num_reqs
         drafts = batch.num_draft_tokens_per_req
         # Rows that vLLM fills a request up with are neither prompt nor a tree.
@@ -56,8 +73,12 @@ class CatchUpPlan:
         known = np.where(prefilling, batch.num_scheduled_tokens[:num_reqs] - filled_up, 1)
         skipped = np.where(prefilling, -shift, 1)
         emitted = np.where(prefilling, 1, most_emitted(batch, max_depth))
+        rows = known - skipped + emitted
+        if masks:
+            room = last_position + 1 + shift - _first_rows(batch, skipped, shift) - rows
+            rows += room.clip(0, masks)
         starts = np.zeros(num_reqs + 1, dtype=np.int32)
-        np.cumsum(known - skipped + emitted, out=starts[1:])
+        np.cumsum(rows, out=starts[1:])
         return cls(starts, known, skipped, prefilling, shift)
 
     @property
@@ -69,8 +90,7 @@ class CatchUpPlan:
 
         For prompts the bound is exact, as vLLM's builders of metadata expect.
         """
-        bounds = batch.seq_lens_cpu_upper_bound[: batch.num_reqs].numpy()  # sync: host memory
-        first = bounds - batch.num_scheduled_tokens[: batch.num_reqs] + self.skipped + self.shift
+        first = _first_rows(batch, self.skipped, self.shift)
         return torch.from_numpy((first + np.diff(self.starts)).astype(np.int32))
 
     def to(self, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -80,6 +100,13 @@ class CatchUpPlan:
         token = np.arange(self.num_rows) - self.starts[request] + self.skipped[request]
         arrays = (request, token, self.starts, self.known, self.skipped, self.prefilling[request])
         return tuple(async_tensor_h2d(x, device=device, dtype=torch.int64) for x in arrays)
+
+
+def _first_rows(batch: InputBatch, skipped: np.ndarray, shift: int) -> np.ndarray:
+    """Bound the positions of each request's first rows, [R]; exact for prompts."""
+    bounds = batch.seq_lens_cpu_upper_bound[: batch.num_reqs].numpy()  # sync: host memory
+    first: np.ndarray = bounds - batch.num_scheduled_tokens[: batch.num_reqs] + skipped + shift
+    return first
 
 
 @dataclass(frozen=True)
@@ -100,7 +127,7 @@ class PromptRows:
     """Filled rows with the metadata that reads them.
 
     ``last`` int64 [R]: rows of the new roots. ``root_positions`` int64 [R]. ``read`` int64 [rows]:
-    the batch's row of the preceding token.
+    the batch's row of the preceding token. ``masked`` bool [rows]: those after the emitted tokens.
     """
 
     ids: torch.Tensor
@@ -110,16 +137,19 @@ class PromptRows:
     last: torch.Tensor
     root_positions: torch.Tensor
     read: torch.Tensor
+    masked: torch.Tensor
 
 
 def prompt_rows(
     model: DraftModelSpeculator,
     memory: RowMemory,
     step: CatchUp,
+    masks: Masks = NO_MASKS,
 ) -> PromptRows:
     """Fill the rows of a catch-up with prompts with tokens, positions and cache slots."""
     batch, emitted, target = step.batch, step.emitted, step.target
-    plan = CatchUpPlan.of(batch, step.max_depth, memory.shift)
+    most, last_position = step.max_depth, memory.last_position
+    plan = CatchUpPlan.of(batch, most, memory.shift, masks.number, last_position)
     rows, num_reqs = plan.num_rows, batch.num_reqs
     request, token, starts, known, skipped, in_prompt = plan.to(memory.device)
     # Column of the emitted token that a row runs on; negative in rows of known tokens.
@@ -128,11 +158,16 @@ def prompt_rows(
     batch_row = query_start[request] + token
     known_id = batch.input_ids[batch_row.clamp(max=batch.num_tokens - 1)]
     emitted_id = emitted.tokens[request, column.clamp(min=0, max=emitted.tokens.shape[1] - 1)]
-    real = column < emitted.counts[request]
+    count = emitted.counts[request]
+    real, masked = column < count, column >= count.clamp(min=1)
     if plan.shift < 0:
+        goes_on = (in_prompt > 0) & ~real & ~masked
         next_id = target.next_tokens[batch.idx_mapping][request]
-        emitted_id = torch.where((in_prompt > 0) & ~real, next_id.to(emitted_id.dtype), emitted_id)
-        real |= in_prompt > 0
+        emitted_id = torch.where(goes_on, next_id.to(emitted_id.dtype), emitted_id)
+        real |= goes_on
+    if masks.number:
+        emitted_id = emitted_id.masked_fill(masked, masks.token)
+        real |= (column < count + masks.number) & (count > 0)
     memory.ids[:rows] = torch.where(column < 0, known_id, emitted_id)
     token_at = batch.positions[query_start][request] + token
     real &= token_at <= memory.last_position
@@ -144,9 +179,10 @@ def prompt_rows(
     by_layer = build_slot_mappings_by_layer(slots, model.kv_cache_config)
     before = target.rows_before(emitted.tokens.shape[1])
     of_emitted = before[request, column.clamp(min=0, max=before.shape[1] - 1)]
+    of_prompt = (batch_row - 1).clamp(max=batch.num_tokens - 1)
     return PromptRows(
         memory.ids[:rows], memory.positions[:rows], metadata, by_layer, last, tokens_at[last],
-        torch.where(in_prompt > 0, batch_row - 1, of_emitted),
+        torch.where(in_prompt > 0, of_prompt, of_emitted), masked,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_model import LONGEST
+from draft_model import LONGEST, Block, Draft, Masked, MaskedHead
 from drafted_steps import (
     INTERPRETED,
     Drafting,
@@ -32,13 +32,17 @@ PLAN = DynTreeOptions(**OPTIONS, budget="adaptive", lookup="off").resolve(5, blo
 OF_BOTH = DynTreeOptions(**OPTIONS).resolve(5, block=True)
 SHALLOW = DynTreeOptions(max_depth=1, node_budget=3, lookup="off").resolve(5, block=True)
 PLANS = [PLAN, OF_BOTH, SHALLOW]
+MODELS = [Block, Masked, MaskedHead]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_one_graph_grows_the_trees_of_eager_drafting(draftings: Make, plan: TreePlan) -> None:
-    made = draftings(plan=plan)
+@pytest.mark.parametrize("model", MODELS)
+def test_one_graph_grows_the_trees_of_eager_drafting(
+    draftings: Make, plan: TreePlan, model: type[Draft]
+) -> None:
+    made = draftings(plan=plan, model=model)
     assert differing(made) == []
     assert made[0].trees.depths.max() == plan.shape.max_depth
     replayed = made[1].drafting
@@ -66,35 +70,48 @@ def deeper(patch: pytest.MonkeyPatch, block: BlockDraft) -> None:
 
 def stale(patch: pytest.MonkeyPatch, block: BlockDraft) -> None:
     """Keep nothing of what the last emitted token follows."""
-    stock = block._block.keep
+    stock = block.reader._block.keep
 
     def keep(states: torch.Tensor, positions: torch.Tensor, slots: Any) -> None:
         last = block._memory.root_positions - 1
         slots = slots.masked_fill(torch.isin(positions, last), -1)
         stock(states, positions, slots)
 
-    patch.setattr(block._block, "keep", keep)
+    patch.setattr(block.reader._block, "keep", keep)
 
 
 def causal(patch: pytest.MonkeyPatch, block: BlockDraft) -> None:
-    patch.setattr(block._block, "causal", True)
+    patch.setattr(block.reader._block, "causal", True)
 
 
-CHANGES = [not_received, deeper, stale, causal]
+def other_masks(patch: pytest.MonkeyPatch, block: BlockDraft) -> None:
+    """Read an ordinary token in place of masks."""
+    text: Any = block.reader
+    patch.setattr(text, "_masks", text._masks._replace(token=0))
 
 
-@pytest.mark.parametrize("change", CHANGES)
+CHANGES = [
+    *((Block, change) for change in (not_received, deeper, stale, causal)),
+    *((Masked, change) for change in (deeper, other_masks)),
+    *((MaskedHead, change) for change in (not_received, deeper, other_masks)),
+]
+
+
+@pytest.mark.parametrize(("model", "change"), CHANGES)
 def test_what_a_block_reads_is_seen(
-    change: Change, draftings: Make, monkeypatch: pytest.MonkeyPatch
+    model: type[Draft], change: Change, draftings: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = draftings()
+    made = draftings(model=model)
     change(monkeypatch, made[1].source)  # type: ignore[arg-type]
     assert differing(made) != []
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_interpreted_kernels_grow_the_trees_of_tensors(by_kernels: Make, plan: TreePlan) -> None:
-    assert differing(by_kernels(plan=plan), steps=5) == []
+@pytest.mark.parametrize("model", MODELS)
+def test_interpreted_kernels_grow_the_trees_of_tensors(
+    by_kernels: Make, plan: TreePlan, model: type[Draft]
+) -> None:
+    assert differing(by_kernels(plan=plan, model=model), steps=5) == []
 
 
 @pytest.mark.parametrize("change", [not_received, deeper])
@@ -139,4 +156,4 @@ def test_interpreted_kernels_write_nothing_for_what_only_fills_a_batch_up(
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this process runs the kernels itself")
 def test_the_kernels_do_what_the_tensors_do() -> None:
-    passes_interpreted(__file__, 6)
+    passes_interpreted(__file__, 12)

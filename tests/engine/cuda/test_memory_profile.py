@@ -68,7 +68,12 @@ def head(monkeypatch: pytest.MonkeyPatch) -> HeadSpeculator:
     """Return a speculator that vLLM has made, and of which it has loaded and set nothing yet."""
 
     def made(speculator: Any, *_: Any) -> None:
-        vars(speculator).update(max_num_reqs=REQUESTS, hidden_size=HIDDEN, dtype=torch.bfloat16)
+        vars(speculator).update(
+            max_num_reqs=REQUESTS,
+            hidden_size=HIDDEN,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+        )
 
     monkeypatch.setattr(DraftModelSpeculator, "__init__", made)
     growing, shape = SimpleNamespace(widths=WIDTHS), SimpleNamespace(max_depth=5, block=0)

@@ -17,7 +17,9 @@ from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_plugin.engine import block_speculator
 from dyntree_plugin.engine.configuration import chosen_backend, mark_as_chosen
 from dyntree_plugin.engine.cpu.ops import CPUOps
-from dyntree_plugin.engine.sources.block import BlockDraft
+from dyntree_plugin.engine.sources.block import BlockDraft, BlockReader
+from dyntree_plugin.engine.sources.masked_text import MaskedText
+from dyntree_plugin.engine.sources.state_blocks import StateBlocks
 from dyntree_plugin.engine.step.catch_up import CatchUp
 from dyntree_plugin.engine.step.draft import Drafter
 from dyntree_plugin.engine.step.growth_stages import DraftStages
@@ -58,10 +60,14 @@ class Block(Draft):
         self.ran.append([each.clone() for each in given])
         return positions[:, None].float() + self.root_proposes
 
-    def bias(self, tokens: torch.Tensor) -> torch.Tensor | None:
+    def offer(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.compute_draft_logits(hidden, 0),)
+
+    def score(self, tokens: torch.Tensor, *offered: torch.Tensor) -> torch.Tensor:
         if not self.root_proposes:
-            return None
-        return 9.0 * torch.nn.functional.one_hot((3 * tokens.long() + 1) % VOCAB, VOCAB)
+            return offered[0]
+        after = torch.nn.functional.one_hot((3 * tokens.long() + 1) % VOCAB, VOCAB)
+        return offered[0] + 9.0 * after
 
     def compute_draft_logits(self, hidden: torch.Tensor, _: int) -> torch.Tensor:
         logits = -0.1 * torch.arange(VOCAB).expand(len(hidden), -1).clone()
@@ -73,17 +79,53 @@ def text(positions: torch.Tensor) -> torch.Tensor:
     return 7 * positions % (VOCAB - 2)
 
 
+class Masked(Block):
+    """A loaded draft that reads masks, a head with ``shift`` -1, which says the same text."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__(causal=True)
+        self.shift, self.states = shift, torch.zeros(0)
+
+    def combine_masked(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.full((1, HIDDEN), -7.0), hidden])
+
+    def run_masked(
+        self, ids: torch.Tensor, positions: torch.Tensor, states: Any, metadata: Any, _: Any
+    ) -> Any:
+        self.states = states
+        return self.run(ids, positions, metadata, None) + 1 - self.shift
+
+    def masked_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.compute_draft_logits(hidden, 0)
+
+
 class Drafting:
     """Steps of three requests, of which the last has little room, at temperatures of 0."""
 
-    def __init__(self, causal: bool = False, root_proposes: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        causal: bool = False,
+        root_proposes: bool = False,
+        shift: int | None = None,
+        **options: Any,
+    ) -> None:
+        """``shift``: of a draft that reads masks."""
         plan = DynTreeOptions(lookup="off", budget="fixed", **options).resolve(LENGTH, block=True)
-        self.block: Any = Block(causal, root_proposes)
+        self.block: Any = Block(causal, root_proposes) if shift is None else Masked(shift)
         self.trees = TreeStore(MOST, plan, VOCAB, torch.device("cpu"))
-        memory = RowMemory(self.block, plan.most_rows, plan.scratch_slots, -1)
+        memory = RowMemory(
+            self.block, plan.most_rows, plan.scratch_slots, -1 if shift is None else shift
+        )
         writer = TensorRows(memory)
-        given = torch.zeros(MOST * (LENGTH + 1), HIDDEN)
-        source = BlockDraft(self.block, self.block, memory, writer, length=LENGTH, given=given)
+        given = torch.zeros(1 + MOST * (LENGTH + 1), HIDDEN)
+        models = self.block, self.block, memory, writer
+        reader: BlockReader
+        if shift is None:
+            reader = StateBlocks(*models, length=LENGTH, given=given)
+        else:
+            hidden = torch.zeros(MOST, LENGTH, 1)
+            reader = MaskedText(*models, hidden=hidden, given=given if shift else None)
+        source = BlockDraft(reader, memory, LENGTH)
         growth = growth_of(CompiledGrowth, self.trees, memory.of_growth, AcceptanceEstimate("cpu"))
         self.stages = DraftStages(
             growth,
@@ -118,9 +160,11 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     without_vllm(monkeypatch)
 
 
-def test_a_tree_of_one_child_is_the_blocks_chain() -> None:
+@pytest.mark.parametrize("shift", [None, 0, -1])
+def test_a_tree_of_one_child_is_the_blocks_chain(shift: int | None) -> None:
     """Of the best token of each position. Control: at other positions they differ."""
-    tokens, forwards = Drafting(children=1, width=1, node_budget=LENGTH).step()
+    drafting = Drafting(shift=shift, children=1, width=1, node_budget=LENGTH)
+    tokens, forwards = drafting.step()
     roots = ROOTS + COUNTS
     for request, root in enumerate(roots[:2]):
         places = int(root) + 1 + torch.arange(LENGTH)
@@ -178,6 +222,31 @@ def test_a_block_is_the_root_and_masks_that_see_each_other(causal: bool) -> None
     assert seen[2][:, real[2]].any(dim=1).all()
 
 
+@pytest.mark.parametrize("shift", [0, -1])
+def test_masks_follow_the_emitted_tokens(shift: int) -> None:
+    """In one causal forward, a head's before a state of their own. They have slots, which the next
+    step's emitted tokens overwrite: its rows begin right after the root."""
+    drafting = Drafting(shift=shift)
+    drafting.step()
+    ((ids, positions, slots, bits, context),) = drafting.block.ran
+    width = 2 + LENGTH - 1
+    masks = [MASK] * (LENGTH - 1)
+    assert ids.view(3, width)[:2].tolist() == [[0, 1, *masks], [6, *masks, MASK]]
+    places = (ROOTS + 1)[:, None] + torch.arange(width)
+    assert torch.equal(positions.view(3, width), places.clamp(max=LONGEST - 1) + shift)
+    assert context.tolist() == (ROOTS + 1 + shift).tolist()
+    read = torch.arange(width) < COUNTS[:, None] + LENGTH - 1
+    assert torch.equal(slots.view(3, width) >= 0, read & (places < LONGEST))
+    assert torch.equal(
+        unpack_bits(bits, width).view(3, width, width), torch.ones(3, width, width).tril().bool()
+    )
+    if shift:
+        states = drafting.block.states[:, 0].view(3, width)
+        assert states.tolist() == [
+            [0, 5, *[-7] * 4], [20, *[-7] * 5], [40, *[-7] * 5],
+        ]  # fmt: skip
+
+
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 def test_vllm_builds_the_draft_for_its_block_and_the_targets_attention(
     method: str, monkeypatch: pytest.MonkeyPatch
@@ -193,6 +262,7 @@ def test_vllm_builds_the_draft_for_its_block_and_the_targets_attention(
     made: Any = object.__new__(block_speculator.BlockSpeculator)
     speculation = SimpleNamespace(num_speculative_tokens=16, attention_backend=None)
     made.speculative_config, made.method, made.length = speculation, method, LENGTH
+    made.causal = True
     attention: Any = SimpleNamespace(backend="the target's")
     mark_as_chosen(attention)
     made.vllm_config = SimpleNamespace(speculative_config=speculation, attention_config=attention)

@@ -74,6 +74,28 @@ def test_a_head_reads_a_chunk_one_token_later_and_trees_as_a_draft_model_does() 
     assert rows(plan([1, 10], [True, True], [0, 9], shift=-1)) == [["e0"], ["e0"]]
 
 
+@pytest.mark.parametrize("shift", [0, -1])
+def test_masks_come_last_and_none_beyond_the_longest_text(shift: int) -> None:
+    """The longest text has 12 tokens. After a prompt of 5 all three masks have a row, after one of
+    10 and its first token one; masks of a decoding request follow all that it can have got."""
+    batch: Any = SimpleNamespace(
+        num_reqs=3,
+        num_scheduled_tokens=np.array([3, 2, 10]),
+        is_prefilling_np=np.array([True, True, False]),
+        num_draft_tokens_per_req=np.array([0, 0, 9]),
+        seq_lens_cpu_upper_bound=torch.tensor([5, 10, 13]),
+    )
+    made = CatchUpPlan.of(batch, 1, shift, masks=3, last_position=11)
+    chunk = [f"p{i}" for i in range(-shift, 3)]
+    assert rows(made) == [
+        [*chunk, "e0", "e1", "e2", "e3"],
+        [*chunk[:-1], "e0", "e1"],
+        ["e0", "e1", "e2", "e3", "e4"],
+    ]
+    # The last row's position, and so its slot, is at most that of the longest text's last token.
+    assert made.longest(batch).tolist() == [9 + shift, 12 + shift, 9 + shift]
+
+
 @pytest.mark.parametrize(("shift", "ends"), [(0, [9, 11, 25]), (-1, [8, 10, 24])])
 def test_the_host_knows_where_the_rows_of_prompts_end(shift: int, ends: list[int]) -> None:
     """Seven tokens are computed of two prompts, one of which is filled up, and twenty of a

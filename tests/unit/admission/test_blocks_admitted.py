@@ -153,8 +153,101 @@ def test_the_windows_of_lagunas_drafts_are_admitted(build: Build, block: Argumen
 def test_on_cuda_trees_are_admitted_and_called_unproven(build: Build, block: Arguments) -> None:
     admitted = changed(build(**block()), "scheduler_config.scheduler_cls", None)
     on_cuda = changed(admitted, "parallel_config.worker_cls", "auto")
+    plan = plan_in_force(admitted.speculative_config)
+    assert plan is not None
     check.refuse_unserved(on_cuda, DynTreeOptions(), "cuda", WORKERS)
-    assert "unproven on a GPU" in (block_advice(on_cuda, "cuda") or "")
+    assert "unproven on a GPU" in (block_advice(on_cuda, plan, "cuda") or "")
     exact = changed(changed(admitted, "model_config.dtype", torch.float32), EAGER, True)
-    assert block_advice(exact, "cpu") is None
-    assert "bfloat16" in (block_advice(changed(exact, *HALF), "cpu") or "")
+    assert block_advice(exact, plan, "cpu") is None
+    assert "bfloat16" in (block_advice(changed(exact, *HALF), plan, "cpu") or "")
+
+
+@pytest.fixture(scope="module")
+def masked(model_folder: Callable[..., str]) -> Arguments:
+    """Return a function that makes the arguments of an engine with a draft that reads masks.
+
+    ``changes`` are those of the draft's configuration.
+    """
+    of_heads = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+
+    def make(method: str = "draft_model", **changes: Any) -> dict[str, Any]:
+        own = of_heads if method == "eagle3" else {}
+        speculation = {
+            "method": method,
+            "model": model_folder("masked", **{"pard_token": 1} | own | changes),
+            "num_speculative_tokens": LENGTH,
+            "parallel_drafting": True,
+        }
+        return {"speculative_config": speculation}
+
+    return make
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_draft_that_reads_masks_is_a_block_draft(
+    build: Build, masked: Arguments, method: str
+) -> None:
+    """vLLM's V2 runner, which has no such drafts, and its scheduler are told nothing of masks."""
+    config = build(**masked(method), dyntree={"node_budget": 24})
+    plan, scheduler = plan_in_force(config.speculative_config), config.scheduler_config
+    assert plan is not None
+    assert (plan.shape.block, plan.shape.max_depth, plan.shape.head) == (LENGTH, LENGTH, False)
+    assert config.speculative_config is not None
+    assert not config.speculative_config.parallel_drafting
+    # The rows of every forward: emitted tokens and masks, or chunks of prompts and masks.
+    masks = scheduler.max_num_seqs * (LENGTH + LENGTH)
+    assert configuration.most_draft_rows(config) >= scheduler.max_num_batched_tokens + masks
+    # The root's own token, and for a draft model another one.
+    batched = 24 + (2 if method == "draft_model" else 1)
+    small = {"max_num_seqs": 1, "max_model_len": 16}
+    build(**masked(method), **small, max_num_batched_tokens=batched, dyntree={"node_budget": 24})
+    with pytest.raises(ValueError, match="a tree takes dyntree"):
+        build(
+            **masked(method), **small, max_num_batched_tokens=batched - 1,
+            dyntree={"node_budget": 24},
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "named"),
+    [
+        (
+            "draft_model",
+            {"pard_token": None},
+            "parallel_drafting, draft's mask token and vocabulary=(None, ",
+        ),
+        (
+            "draft_model",
+            {"pard_token": 1 << 20},
+            "parallel_drafting, draft's mask token and vocabulary=(1048576, ",
+        ),
+        (
+            "eagle3",
+            {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
+            "parallel_drafting, draft's architectures=['Eagle3DeepseekV2ForCausalLM']",
+        ),
+        ("eagle", {"architectures": ["LlamaForCausalLM"]}, "parallel_drafting=True"),
+    ],
+)
+def test_drafts_that_read_no_masks_are_refused(
+    build: Build, masked: Arguments, method: str, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        build(**masked(method, **changes))
+    assert f"speculative_config.{named}" in str(error.value)
+
+
+def test_what_does_not_go_with_masks_is_refused(build: Build, masked: Arguments) -> None:
+    """vLLM would derive another configuration for the head, with a runner that refuses it."""
+    arguments = masked("eagle3")
+    arguments["speculative_config"]["attention_backend"] = "CPU_ATTN"
+    with pytest.raises(ValueError, match=r"attention_backend=.* is not supported"):
+        build(**arguments)
+    draft = masked()["speculative_config"]["model"]
+    with pytest.raises(ValueError, match="does not go with a block draft"):
+        build(**masked(), dyntree={"drafts": [draft]})
+    admitted = changed(build(**masked()), "scheduler_config.scheduler_cls", None)
+    admitted = changed(admitted, "speculative_config.parallel_drafting", True)
+    assert "dtype=('draft_model', 'float16')" in refusal_of(
+        changed(admitted, "model_config.dtype", torch.float16)
+    )

@@ -165,12 +165,13 @@ def test_a_distribution_needs_a_draft_and_leaves_the_rest_as_it_is() -> None:
         ({"rule": "match", "growth": "chain"}, {"rejection_sample_method": "block"}, "tokens"),
         ({}, {"method": "ngram_gpu", "rejection_sample_method": "block"}, "tokens"),
         ({}, {"method": "dspark", "draft_sample_method": "probabilistic"}, "tokens"),
+        ({}, {"parallel_drafting": True, "draft_sample_method": "probabilistic"}, "tokens"),
     ],
 )
 def test_who_asks_vllm_for_the_distribution_gets_it_where_it_is_served(
-    given_options: dict[str, object], of_vllm: dict[str, str], exactness: str
+    given_options: dict[str, object], of_vllm: dict[str, object], exactness: str
 ) -> None:
-    usual = {"method": "draft_model", "num_speculative_tokens": 16}
+    usual = {"method": "draft_model", "num_speculative_tokens": 16, "parallel_drafting": False}
     chains = {"draft_sample_method": "greedy", "rejection_sample_method": "standard"}
     speculation = SimpleNamespace(**usual | chains | of_vllm)
     plan = DynTreeOptions.parse(given_options).plan_for(speculation)
