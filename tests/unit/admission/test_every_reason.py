@@ -29,7 +29,6 @@ def test_reasons_of_all_kinds_are_given_at_once(admitted: VllmConfig, method: st
     of_speculation = {
         "speculative_config.method": method,
         "speculative_config.enable_adaptive_verification": True,
-        "speculative_config.parallel_drafting": True,
         "speculative_config.draft_model_config.use_mla": True,
     }
     reason = refusal_of(with_all(admitted, CHANGES | of_speculation), node_budget=17)
@@ -40,4 +39,3 @@ def test_reasons_of_all_kinds_are_given_at_once(admitted: VllmConfig, method: st
     assert (f"speculative_config.method={method!r} is not supported" in reason) != served
     # The draft of another method is not one that could be served.
     assert ("use_mla (target, draft)=(False, True)" in reason) == served
-    assert "parallel_drafting=True" in reason

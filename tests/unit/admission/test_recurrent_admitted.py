@@ -130,7 +130,7 @@ def test_what_was_not_compared_is_refused_for_recurrent_targets_alone(
     assert f"is_hybrid, {named}" in reason
 
 
-@pytest.mark.parametrize("architecture", states.CACHED["cpu"])
+@pytest.mark.parametrize("architecture", states.CACHED)
 def test_some_targets_are_admitted_in_float16(admitted: VllmConfig, architecture: str) -> None:
     half = changed(_hybrid(admitted, architecture), "model_config.dtype", "float16")
     if architecture in states.IN_FLOAT16:
