@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ LENGTH = 5
 LAYERS = 2
 TARGET_LAYERS = (0, 2, 4)
 RANK = 8
+TAPS, GROUP = 3, 8
+SIDES = ("attention", "mlp")
 WINDOW = 20
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -23,6 +26,8 @@ def random_block(
     *,
     of_parent: bool = False,
     laguna: bool = False,
+    muse: bool = False,
+    pairs: bool = False,
     model: Path | None = None,
     layers: tuple[int, ...] = TARGET_LAYERS,
 ) -> Path:
@@ -32,6 +37,9 @@ def random_block(
     embedded one. ``layers``: those of the target whose states it reads. ``of_parent``: logits
     depend on the token before, too, and the root proposes the first token, as in DSpark.
     ``laguna``: a layer sees in a window, in order, and its heads have gates, as in Laguna's drafts.
+    ``muse``: a layer sees in a window, both ways, as in Muse-Glimmer's draft. ``pairs``: layers
+    have convolutions, and logits are those of some candidates and depend on the token before, as in
+    DFlash2.
     """
     target = json.loads((model / "config.json").read_text()) if model else target_config()
     hidden, inner, size = target["hidden_size"], target["intermediate_size"], target["head_dim"]
@@ -77,6 +85,22 @@ def random_block(
             f"markov_head.markov_w{number}.weight": 4 * draw(target["vocab_size"], RANK)
             for number in (1, 2)
         }
+    if pairs:
+        own |= {"architectures": ["DFlash2DraftModel"]}
+        own["dflash_config"] |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP}
+        own["dflash_config"] |= {"selector_rank": RANK, "selector_top_k": 12}
+        own["dflash_config"] |= {"input_embedding_scale": 2.0}
+        for name in (f"layers.{n}.{part}_conv" for n in range(LAYERS) for part in SIDES):
+            weights[f"{name}.base_kernel"] = draw(2, TAPS, hidden) + 0.5
+            weights[f"{name}.kernel_projection.weight"] = draw(2 * TAPS * hidden // GROUP, hidden)
+        for name in ("predecessor", "successor"):
+            codebook = 2 * draw(target["vocab_size"], RANK)
+            weights[f"candidate_selector.{name}_codebook"] = codebook
+        weights["candidate_selector.hidden_projection.weight"] = draw(RANK, hidden)
+    if muse:
+        own |= {"architectures": ["MuseGlimmerAssistantModel"], "rope_parameters": ROPE}
+        own |= {"model_type": "muse_glimmer_assistant", "sliding_window": WINDOW}
+        own |= {"layer_types": ["sliding_attention"] * LAYERS}
     if laguna:
         own |= {"architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna"}
         own |= {"sliding_window": WINDOW, "layer_types": ["sliding_attention"] * LAYERS}
@@ -115,26 +139,56 @@ class PlainBlock(PlainHead):
         first = 0 if "markov_rank" in self._config else 1  # row that gives the first token
         masks = self._config.get("block_size", LENGTH + first) - 1
         block = torch.tensor([text[-1]] + [own["mask_token_id"]] * masks)
-        rows = self.target.model.embed_tokens(block)
+        rows = self.target.model.embed_tokens(block) * own.get("input_embedding_scale", 1)
         for number in range(LAYERS):
             name = f"layers.{number}."
             normed = self._norm(rows, f"{name}input_layernorm")
             read = self._norm(context, f"{name}input_layernorm") if laguna else context
             causal_here = causal != laguna
-            rows = rows + self._block_attention(
-                read[:kept], len(context), normed, name, causal_here
+            normed, after = self._convolved(normed, f"{name}attention_conv")
+            rows = rows + after(
+                self._block_attention(read[:kept], len(context), normed, name, causal_here)
             )
             normed = self._norm(rows, f"{name}post_attention_layernorm")
+            normed, after = self._convolved(normed, f"{name}mlp_conv")
             gate, up = (
                 normed @ self._weight(f"{name}mlp.{each}_proj").T for each in ("gate", "up")
             )
             inner = torch.nn.functional.silu(gate) * up
-            rows = rows + inner @ self._weight(f"{name}mlp.down_proj").T
+            rows = rows + after(inner @ self._weight(f"{name}mlp.down_proj").T)
         scores = self._scores(rows[len(path) + first])
+        if "selector_rank" in own:
+            return self._of_pairs(scores, rows[len(path) + first], [*text, *path][-1])
         if first == 1:
             return scores
         before, after = (self._weight(f"markov_head.markov_w{number}") for number in (1, 2))
         return scores + after @ before[[*text, *path][-1]]
+
+    def _convolved(
+        self, rows: torch.Tensor, name: str
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """Return what a part of a layer reads, and what its output goes through: convolutions over
+        a block, whose coefficients depend on the ``rows``. Other drafts have none."""
+        if f"{name}.base_kernel" not in self._weights:
+            return rows, lambda found: found
+        own = (rows @ self._weight(f"{name}.kernel_projection").T).view(len(rows), 2, TAPS, -1)
+        own = own.repeat_interleave(GROUP, dim=-1) + self._weights[f"{name}.base_kernel"]
+
+        def convolve(given: torch.Tensor, side: int) -> torch.Tensor:
+            before = torch.nn.functional.pad(given, (0, 0, TAPS - 1, 0))
+            taps = [before[TAPS - 1 - tap :][: len(given)] for tap in range(TAPS)]
+            return (own[:, side] * torch.stack(taps, dim=1)).sum(dim=1)
+
+        return convolve(rows, 0), lambda found: convolve(found, 1)
+
+    def _of_pairs(self, scores: torch.Tensor, row: torch.Tensor, before: int) -> torch.Tensor:
+        """Return the logits [V] after the token ``before``, from those of a position's ``row``."""
+        selector = "candidate_selector."
+        best = scores.topk(self._config["dflash_config"]["selector_top_k"]).indices
+        weights = self._norm(row, "norm") @ self._weight(f"{selector}hidden_projection").T
+        weights = weights * self._weights[f"{selector}predecessor_codebook"][before]
+        pairs = self._weights[f"{selector}successor_codebook"][best] @ weights
+        return torch.full_like(scores, -torch.inf).index_copy_(0, best, scores[best] + pairs)
 
     def _block_attention(
         self, context: torch.Tensor, root: int, rows: torch.Tensor, name: str, causal: bool
@@ -166,7 +220,7 @@ class PlainBlock(PlainHead):
         seen = torch.ones(len(rows), keys.shape[1], dtype=torch.bool)
         if causal:
             seen = seen.tril(len(context))
-        if laguna:
+        if "layer_types" in self._config:
             places = root + torch.arange(len(rows))
             at = torch.cat([torch.arange(len(context)), places])
             seen &= at > places[:, None] - self._config["sliding_window"]

@@ -11,7 +11,10 @@ from dyntree_plugin.options.methods import BLOCKS, HEADS, proposes_blocks
 if TYPE_CHECKING:
     from dyntree_plugin.tree.plan import TreePlan
 
-MODELS = ("DFlashDraftModel", "Qwen3DSparkModel", "DFlashLagunaForCausalLM")
+MODELS = (
+    "DFlashDraftModel", "Qwen3DSparkModel", "DFlashLagunaForCausalLM",
+    "DFlashMuseGlimmerAssistantModel", "DFlash2DraftModel",
+)  # fmt: skip
 """vLLM's names of the models whose blocks grow trees."""
 
 HEADS_WITH_MASKS = (
@@ -30,21 +33,15 @@ _BLOCK = Targets(
 )
 
 
-def _windows(speculation: Any) -> list[str]:
-    """Return the options of a block draft that give its layers windows that trees do not serve.
-
-    In Laguna's a place sees those before it alone, so that its depth gives the window's edge.
-    """
+def _causal(speculation: Any) -> list[bool]:
+    """Return of which kinds the layers of a block draft are: whether a place of the block sees
+    those before it alone, which vLLM assumes of layers with windows."""
     config = speculation.draft_model_config.hf_config
-    if MODELS[2] in speculation.draft_model_config.architectures:
-        return []
-    layers = getattr(config, "layer_types", None) or ()
-    own = getattr(config, "dflash_config", None) or {}
-    found = {
-        "layer_types": "sliding_attention" in layers,
-        "dflash_config.use_swa": own.get("use_swa"),
-    }
-    return [name for name, given in found.items() if given]
+    given = getattr(config, "is_causal", None)
+    if given is None:
+        given = (getattr(config, "dflash_config", None) or {}).get("causal")
+    layers = getattr(config, "layer_types", None) or ("full_attention",)
+    return sorted({"sliding" in kind for kind in layers} if given is None else {bool(given)})
 
 
 def _partial(speculation: Any) -> tuple[int | None, int | None]:
@@ -113,10 +110,10 @@ _STATE_BLOCK_REFUSALS = (
         "vLLM does not serve that with method dflash, either; use method dspark for such a draft",
     ),
     Refusal(
-        "draft's windows",
-        _windows,
-        bool,
-        "trees of block drafts whose layers have windows are not built yet; use another draft",
+        "draft's layer_types (causal)",
+        _causal,
+        lambda kinds: len(kinds) > 1,
+        "trees of block drafts with layers of both kinds are not built yet; use another draft",
     ),
 )
 """Checks of a ``SpeculativeConfig`` with a draft that reads the target's states as its cache."""

@@ -59,7 +59,12 @@ class BlockSpeculator(NodeProposals):
         if copied.speculative_config.attention_backend is None:
             copied.speculative_config.attention_backend = copied.attention_config.backend
         load = load_dspark_model if self.method == "dspark" else load_dflash_model
-        return load(target_model, copied)
+        loaded: nn.Module = load(target_model, copied)
+        if not self.causal:  # Attention must know how windows lie.
+            layers: Any = loaded.get_submodule("model.layers")
+            for layer in layers:
+                layer.self_attn.attn.impl.both_ways = True
+        return loaded
 
     def make_source(self, memory: RowMemory, writer: RowWriter) -> NodeSource:
         reader = StateBlocks(self, self, memory, writer, length=self.length, given=self.given)
@@ -114,3 +119,21 @@ class BlockSpeculator(NodeProposals):
         with forward_context(self.vllm_config, len(ids), metadata, slots):
             found: torch.Tensor = self.model(input_ids=ids, positions=positions, inputs_embeds=None)
         return found
+
+
+class CandidateSpeculator(BlockSpeculator):
+    """Drafts with DFlash2, which scores pairs of candidates of neighbouring positions."""
+
+    def offer(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return candidates, their logits, and what weighs their pairs; see `LoadedBlock`."""
+        candidates, logits = self.model.compute_candidates(hidden)
+        return candidates, logits, self.model.model.candidate_selector.hidden_projection(hidden)
+
+    def score(self, tokens: torch.Tensor, *offered: torch.Tensor) -> torch.Tensor:
+        """Score the pairs of tokens and candidates; no other token has a chance."""
+        candidates, logits, weights = offered
+        selector = self.model.model.candidate_selector
+        before = selector.predecessor_codebook[tokens] * weights
+        pairs = torch.einsum("nr,nkr->nk", before, selector.successor_codebook[candidates])
+        found = logits.new_full((len(logits), self.compose.trees.vocabulary), -torch.inf)
+        return found.scatter_(1, candidates, logits + pairs)

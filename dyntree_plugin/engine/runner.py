@@ -25,7 +25,7 @@ from vllm.v1.worker.utils import clear_layer_kv_caches
 
 from dyntree_plugin.admission.request_limits import wrap_seeds
 from dyntree_plugin.engine.agreement import agreement_of
-from dyntree_plugin.engine.block_speculator import BlockSpeculator
+from dyntree_plugin.engine.block_speculator import BlockSpeculator, CandidateSpeculator
 from dyntree_plugin.engine.budget.step_costs import measure
 from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.configuration import uses_adaptive_budget
@@ -334,7 +334,9 @@ def _speculator_for(plan: TreePlan, speculation: Any) -> type[NodeProposals | Lo
         return LookUpSpeculator
     if plan.shape.block:
         masked = {"draft_model": PARDSpeculator, "eagle3": PEagleSpeculator}
-        return masked.get(speculation.method, BlockSpeculator)
+        of_pairs = "DFlash2DraftModel" in speculation.draft_model_config.architectures
+        states = CandidateSpeculator if of_pairs else BlockSpeculator
+        return masked.get(speculation.method, states)
     if not plan.shape.head:
         return TreeSpeculator
     return ContextSpeculator if speculation.use_gemma4_mtp() else HeadSpeculator

@@ -86,9 +86,11 @@ def _head(make: Callable[[Path], Path], method: str, folder: Path) -> Source:
 
 
 def _block(method: str, folder: Path) -> Source:
-    laguna, of_parent = method == "laguna", method == "dspark"
-    block = blocks.random_block(folder / "block", of_parent=of_parent, laguna=laguna)
-    arguments = workload.with_block(block, "dflash" if laguna else method, budget="fixed")
+    kinds = {"laguna": "laguna", "Muse-Glimmer": "muse", "dspark": "of_parent", "dflash2": "pairs"}
+    own = {kinds[method]: True} if method in kinds else {}
+    block = blocks.random_block(folder / "block", **own)
+    served = method if method == "dspark" else "dflash"
+    arguments = workload.with_block(block, served, budget="fixed")
     return Source(arguments, [blocks.PlainBlock(block).logits])
 
 
@@ -149,11 +151,13 @@ SOURCES: dict[str, Callable[[Path], Source]] = {
     "Gemma-4's module": _gemma4,
     "dflash": partial(_block, "dflash"),
     "dspark": partial(_block, "dspark"),
+    "dflash2": partial(_block, "dflash2"),
     "laguna": partial(_block, "laguna"),
+    "Muse-Glimmer": partial(_block, "Muse-Glimmer"),
     "PARD": partial(_masked, "draft_model"),
     "P-EAGLE": partial(_masked, "eagle3"),
 }
-SLOW = {"mirror", "EAGLE's first mirror", "dspark", "laguna"}
+SLOW = {"mirror", "EAGLE's first mirror", "dspark", "dflash2", "laguna", "Muse-Glimmer"}
 ALONE = [name for name in SOURCES if name not in ("EAGLE's first mirror", "MTP mirror")]
 OF_TARGET = ["pool", *(name for name in SOURCES if "mirror" in name or "head" in name)]
 """Sources of the embedded target."""
@@ -211,7 +215,7 @@ def test_every_row_says_what_the_draft_says_alone(name: str, spoken: Served) -> 
         [
             *(
                 (of, wrong)
-                for of in ("dflash", "dspark", "laguna")
+                for of in ("dflash", "dflash2", "dspark", "laguna", "Muse-Glimmer")
                 for wrong in ("deeper", "causal", "stale")
             ),
             *((of, wrong) for of in ("PARD", "P-EAGLE") for wrong in ("deeper", "left")),

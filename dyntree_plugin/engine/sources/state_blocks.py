@@ -1,9 +1,9 @@
-"""Block drafts that read the target's hidden states: DFlash and DSpark.
+"""Block drafts that read the target's hidden states: DFlash, DFlash2 and DSpark.
 
 The draft keeps keys and values of the target's hidden states for the text before the root, and none
 of tokens. All rows of a block see each other. DFlash (arXiv 2602.06036) describes such drafts.
 DSpark adds to the logits what the token before the position makes likely, and lets the root propose
-the first token.
+the first token. DFlash2 does the former for some candidates, and proposes no other token.
 """
 
 from __future__ import annotations

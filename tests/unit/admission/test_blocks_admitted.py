@@ -88,23 +88,23 @@ def test_options_that_do_not_fit_are_named(
         build(**block(), dyntree=options)
 
 
+WINDOWS = {"sliding_window": 32, "use_sliding_window": True}
+MIXED = WINDOWS | {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_hidden_layers": 2,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "draft's architectures=['DFlash2DraftModel']"),
+        ({"architectures": ["LiLiCorrDraftModel"]}, "draft's architectures=['LiLiCorrDraftModel']"),
         ({"draft_vocab_size": 64}, "draft_vocab_size, dspark_draft_topk=(64, None)"),
         (
             {"dflash_config": {"mask_token_id": 1, "sample_from_anchor": True}},
             "dflash_config.sample_from_anchor=True",
         ),
-        (
-            {"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": True},
-            "draft's windows=['layer_types']",
-        ),
-        (
-            {"dflash_config": {"mask_token_id": 1, "use_swa": True, "swa_window_size": 8}},
-            "draft's windows=['dflash_config.use_swa']",
-        ),
+        (MIXED, "draft's layer_types (causal)=[False, True]"),
     ],
 )
 def test_other_drafts_are_refused(
@@ -144,10 +144,17 @@ def test_dspark_is_admitted_without_a_choice_of_candidates(build: Build, block: 
         build(**block("dspark", **of_qwen3, dspark_draft_topk=8))
 
 
-def test_the_windows_of_lagunas_drafts_are_admitted(build: Build, block: Arguments) -> None:
-    of_laguna = {"layer_types": ["sliding_attention"], "sliding_window": 32, "head_dim": 16}
-    of_laguna |= {"architectures": ["DFlashLagunaForCausalLM"], "use_sliding_window": True}
-    assert build(**block(**of_laguna)).num_speculative_tokens == 16
+@pytest.mark.parametrize(
+    "windows",
+    [
+        {"architectures": ["DFlashLagunaForCausalLM"], "head_dim": 16},
+        {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"},
+        MIXED | {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0], "causal": True}},
+    ],
+)
+def test_windows_are_admitted(build: Build, block: Arguments, windows: dict[str, Any]) -> None:
+    changes = WINDOWS | {"layer_types": ["sliding_attention"]} | windows
+    assert build(**block(**changes)).num_speculative_tokens == 16
 
 
 def test_on_cuda_trees_are_admitted_and_called_unproven(build: Build, block: Arguments) -> None:
