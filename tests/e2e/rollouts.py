@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import sleeping
 from engine_process import Engine, Request, answered, read_metrics, sampling_params
 from steady_costs import STEADY_COSTS, assumed_if
 
@@ -23,11 +25,13 @@ BACKEND = "files"
 class Update:
     """Replaces the target's weights by those in ``folder``.
 
-    With ``reload``, vLLM's ``reload_weights`` does it, else its weight transfer.
+    With ``reload``, vLLM's ``reload_weights`` does it, else its weight transfer. With ``sleep``,
+    the engine first keeps its requests and sleeps at this level.
     """
 
     folder: str
     reload: bool = False
+    sleep: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,14 @@ class Rollout:
     """Requests that run together, and ``updates`` by the engine step after which they come.
 
     With ``at``, the requests run one after another: each gets the updates when it has as many
-    tokens as ``at`` says for them, and before its first token those of step 0.
+    tokens as ``at`` says for them, and before its first token those of step 0. ``broken`` names a
+    function of sleeping.py that is in force.
     """
 
     requests: list[Request]
     updates: dict[int, list[Update]] = field(default_factory=dict)
     at: list[dict[int, int]] | None = None
+    broken: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,10 +59,15 @@ class Text:
 
 @dataclass(frozen=True)
 class Rolled:
-    """The ``texts`` by request, and the increase of metrics."""
+    """The ``texts`` by request, and the increase of metrics.
+
+    ``values`` holds how far the weights that value nodes were from those of a new engine before and
+    after each update.
+    """
 
     texts: list[Text]
     metrics: dict[str, float]
+    values: list[tuple[float, float]]
 
 
 def roll(engine: Mapping[str, Any], runs: Mapping[str, Rollout]) -> dict[str, Rolled]:
@@ -72,17 +83,21 @@ class Trainer(Engine):
     """An engine whose weights are replaced as a trainer does it."""
 
     def roll(self, run: Rollout) -> Rolled:
-        before = read_metrics()
-        if run.at is None:
-            texts = self._until_ended(run.requests, run.updates, None)
-        else:
-            texts = []
-            for request, at in zip(run.requests, run.at, strict=True):
-                self._update(run.updates.get(0, []))
-                by_length = {at[step]: found for step, found in run.updates.items() if step}
-                texts += self._until_ended([request], {}, by_length)
+        before, self._values = read_metrics(), list[tuple[float, float]]()
+        with getattr(sleeping, run.broken)(self.runner) if run.broken else nullcontext():
+            texts = self._texts(run)
         gained = {name: value - before.get(name, 0.0) for name, value in read_metrics().items()}
-        return Rolled(texts, gained)
+        return Rolled(texts, gained, self._values)
+
+    def _texts(self, run: Rollout) -> list[Text]:
+        if run.at is None:
+            return self._until_ended(run.requests, run.updates, None)
+        texts = []
+        for request, at in zip(run.requests, run.at, strict=True):
+            self._update(run.updates.get(0, []))
+            by_length = {at[step]: found for step, found in run.updates.items() if step}
+            texts += self._until_ended([request], {}, by_length)
+        return texts
 
     def _until_ended(
         self,
@@ -115,13 +130,23 @@ class Trainer(Engine):
 
     def _update(self, updates: Sequence[Update]) -> None:
         for each in updates:
-            if each.reload:
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_path": each.folder})
-                continue
-            self.llm.collective_rpc("start_weight_update")
-            info = {"folder": each.folder}
-            self.llm.collective_rpc("update_weights", kwargs={"update_info": info})
-            self.llm.collective_rpc("finish_weight_update")
+            before = sleeping.learned(self.runner)
+            if each.sleep:
+                self.llm.sleep(each.sleep, mode="keep")
+                self.llm.wake_up(["weights"])
+            self._replace(each)
+            if each.sleep:
+                self.llm.wake_up(["kv_cache"])
+            self._values.append((before, sleeping.learned(self.runner)))
+
+    def _replace(self, update: Update) -> None:
+        if update.reload:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": update.folder})
+            return
+        self.llm.collective_rpc("start_weight_update")
+        info = {"folder": update.folder}
+        self.llm.collective_rpc("update_weights", kwargs={"update_info": info})
+        self.llm.collective_rpc("finish_weight_update")
 
 
 def _streamed(params: Mapping[str, Any]) -> Any:
@@ -186,14 +211,14 @@ def _rollout(value: dict[str, Any]) -> Rollout:
     at = value.pop("at")
     if at is not None:
         at = [{int(step): length for step, length in each.items()} for each in at]
-    return Rollout(requests, updates, at)
+    return Rollout(requests, updates, at, **value)
 
 
 def main(job_path: str, results_path: str) -> None:
     _register()
     job = json.loads(Path(job_path).read_text())
     results = {}
-    with assumed_if(job["engine"].pop(STEADY_COSTS, False)):
+    with assumed_if(job["engine"].pop(STEADY_COSTS, False)), sleeping.as_on_cuda():
         engine = Trainer(job["engine"])
         for name, value in job["runs"].items():
             results[name] = asdict(engine.roll(_rollout(value)))
