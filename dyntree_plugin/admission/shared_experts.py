@@ -29,6 +29,12 @@ EXPERT_REFUSALS = (
         bool,
         "trees were not made for ranks that come and go; leave it out",
     ),
+    _SHARED.refusal(
+        "target's uses_mrope",
+        lambda c: c.model_config.uses_mrope,
+        bool,
+        "not compared yet with decoding without trees; use another target, or one rank",
+    ),
     *_SHARED.uncompared("pipeline_parallel_size", "enable_lora", "kv_transfer_config"),
 )
 """Checks of ``VllmConfig``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import workload
 from comparison import Outputs, by_request, mismatches
 from engine_process import Result, Run, serve
 from heads import random_head, target_config
-from random_engines import ABORTED, NODES, RUN
+from latent_targets import latent_head, latent_target
+from random_engines import ABORTED, FLOAT32_DELTA_NET, NODES, RUN
 from random_targets import random_target
 from shared_experts import ASKED, serve_together
 
@@ -105,3 +107,23 @@ def test_what_is_broken_is_seen_in_the_answers(
     broken: str, served: Callable[[str], Served], plain: Outputs
 ) -> None:
     assert differing(BROKEN[broken], served("draft")[broken], plain) > 0
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_next", "deepseek_v2"])
+def test_ranks_of_other_targets_answer_as_one_without_trees(kind: str, tmp_path: Path) -> None:
+    """Windows and sinks, recurrent layers, and latent attention with a head."""
+    make = latent_target if kind == "deepseek_v2" else random_target
+    model = make(tmp_path / kind, kind)
+    of, extension = {"model": str(model)}, FLOAT32_DELTA_NET if kind == "qwen3_next" else {}
+    plain = serve(workload.without_tree() | of | extension, {"sound": RUN}, threads=1)["sound"]
+    wanted = by_request(RUN, plain)
+    trees = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | of
+    if kind == "deepseek_v2":
+        head = latent_head(tmp_path / "head", model)
+        trees = workload.with_head(head, nodes=NODES, budget="fixed") | of
+    runs = {name: RUNS[name] for name in ("uneven", "one idle")}
+    found = together(trees, runs | {"broken": BROKEN["without_kv_move"]})
+    for name, run in runs.items():
+        assert differing(run, found[name], wanted) == 0
+        assert sum(each.metrics[ACCEPTED] for each in found[name]) > 0
+    assert differing(BROKEN["without_kv_move"], found["broken"], wanted) > 0

@@ -71,6 +71,7 @@ def test_drafts_with_experts_are_refused_on_several_ranks(shared: VllmConfig, me
     [
         ("pipeline_parallel_size", "parallel_config.pipeline_parallel_size", 2),
         ("enable_lora", "lora_config", SimpleNamespace()),
+        ("target's uses_mrope", "model_config.uses_mrope", True),
         ("method=(2, 'dflash')", "speculative_config.method", "dflash"),
     ],
 )
