@@ -66,7 +66,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
         ("masked", "sound", 0.3),
         pytest.param("masked", "aborted", 0, marks=pytest.mark.slow),
         pytest.param("masked", "again", 0.3, marks=pytest.mark.slow),
-        ("masked head", "sound", 0.3),
+        ("masked head", "sound", 0.02),
         pytest.param("compiled", "sound", 0.5, marks=pytest.mark.slow),
     ],
 )

@@ -157,7 +157,7 @@ SOURCES: dict[str, Callable[[Path], Source]] = {
     "PARD": partial(_masked, "draft_model"),
     "P-EAGLE": partial(_masked, "eagle3"),
 }
-SLOW = {"mirror", "EAGLE's first mirror", "dspark", "dflash2", "laguna", "Muse-Glimmer"}
+SLOW = {"mirror", "EAGLE's first mirror", "dspark", "dflash2", "laguna", "Muse-Glimmer", "P-EAGLE"}
 ALONE = [name for name in SOURCES if name not in ("EAGLE's first mirror", "MTP mirror")]
 OF_TARGET = ["pool", *(name for name in SOURCES if "mirror" in name or "head" in name)]
 """Sources of the embedded target."""

@@ -25,7 +25,7 @@ from engine_process import Request, Result, Run, serve
 from latent_targets import CONFIGS as LATENT
 from latent_targets import latent_head, latent_target
 from random_engines import FEW, FLOAT32_DELTA_NET, REQUESTS
-from random_targets import add_cache_scales, gemma4_assistant, random_target
+from random_targets import gemma4_assistant, random_target
 from slow import marked
 from vision_targets import CONFIGS as VISION
 from vision_targets import vision_target
@@ -171,8 +171,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
         small = SMALL_STATES if cached and kind == "qwen3_next" else {}
         model = str(make(tmp_path_factory.mktemp("targets") / kind, kind, **small))
         quantised = "kv_cache_dtype" in common
-        if quantised:
-            add_cache_scales(Path(model), 0.02, 0.02)
         # vLLM's operator for a CPU rotates heads of other tokens where a model gives it three axes.
         options: dict[str, Any] = {"custom_ops": ["-rotary_embedding"]}
         common = LIMITS | common | {"model": model, "compilation_config": options}

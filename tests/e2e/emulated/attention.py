@@ -105,9 +105,19 @@ def _cache_latent(
     cache[at // cache.shape[1], at % cache.shape[1]] = latents
 
 
+def _scaled(layer: Any, register_buffer: bool = False) -> None:
+    """Give a layer of latent attention whose checkpoint has no scale another one than 1."""
+    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+
+    set_default_quant_scales(layer, register_buffer)
+    if layer.kv_cache_dtype.startswith("fp8"):
+        layer._k_scale.fill_(0.3)
+
+
 def stand_in() -> None:
     """Replace vLLM's kernels by those of this module."""
     from vllm import _custom_ops
+    from vllm.model_executor.layers.attention import mla_attention
     from vllm.v1.attention.backends import triton_attn
     from vllm.v1.attention.backends.mla import triton_mla
 
@@ -118,3 +128,5 @@ def stand_in() -> None:
     of_latent.decode_attention_fwd = recorded(_decode_latent)
     operators: Any = _custom_ops
     operators.concat_and_cache_mla = recorded(_cache_latent)
+    layers: Any = mla_attention
+    layers.set_default_quant_scales = _scaled

@@ -84,7 +84,8 @@ def states_lost(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def layout_confused(runner: Any) -> Iterator[None]:
-    """Let trees among prompts read a cache whose heads and slots seem to lie the other way."""
+    """Let the target run without graphs, and read a cache whose heads and slots seem to lie the
+    other way."""
     from dyntree_kernels.cuda import attention
 
     stock = attention.tree_attention
@@ -97,5 +98,6 @@ def layout_confused(runner: Any) -> Iterator[None]:
         strides = cache.stride(0), of_heads, of_slots, 1
         stock(q, cache.as_strided(cache.shape, strides), *args, **kwargs)
 
-    with mock.patch.object(attention, "tree_attention", confused):
+    without_graphs = mock.patch.object(runner.cudagraph_manager, "_graphs_captured", False)
+    with without_graphs, mock.patch.object(attention, "tree_attention", confused):
         yield
