@@ -35,7 +35,7 @@ EXPERT_REFUSALS = (
         bool,
         "not compared yet with decoding without trees; use another target, or one rank",
     ),
-    *_SHARED.uncompared("pipeline_parallel_size", "enable_lora", "kv_transfer_config"),
+    *_SHARED.uncompared("pipeline_parallel_size", "enable_lora"),
 )
 """Checks of ``VllmConfig``."""
 

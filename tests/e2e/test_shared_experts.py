@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import workload
 from comparison import Outputs, by_request, mismatches
-from engine_process import Result, Run, serve
+from engine_process import Request, Result, Run, serve
+from features import PROMPTS
 from heads import random_head, target_config
 from latent_targets import latent_head, latent_target
-from random_engines import ABORTED, FLOAT32_DELTA_NET, NODES, RUN
+from random_engines import ABORTED, FEW, FLOAT32_DELTA_NET, NODES, RUN
 from random_targets import random_target
 from shared_experts import ASKED, serve_together
 
@@ -127,3 +128,42 @@ def test_ranks_of_other_targets_answer_as_one_without_trees(kind: str, tmp_path:
         assert differing(run, found[name], wanted) == 0
         assert sum(each.metrics[ACCEPTED] for each in found[name]) > 0
     assert differing(BROKEN["without_kv_move"], found["broken"], wanted) > 0
+
+
+def test_an_engine_without_trees_goes_on_from_blocks_that_ranks_have_filled(
+    engines: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    connector = {
+        "kv_connector": "BlockStore",
+        "kv_connector_module_path": "kv_store",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"folder": str(tmp_path)},
+    }
+    stored = {"kv_transfer_config": connector, "enable_prefix_caching": False}
+    params = {"max_tokens": 70, "ignore_eos": True, "temperature": 0, **FEW}
+    asked = [Request(PROMPTS[number], params, keep=40) for number in range(16)]
+    broken = "without_kv_move"
+    runs = {
+        "sound": (Run(asked[:6]), Run(asked[6:8])),
+        "broken": (Run(asked[8:14], sabotage=broken), Run(asked[14:], sabotage=broken)),
+    }
+    given = together(engines["draft"] | stored, runs)
+    following = {
+        name: Run(
+            [
+                Request(each.prompt + each.tokens[0], params)
+                for result in found
+                for each in result.outputs
+                if each is not None
+            ]
+        )
+        for name, found in given.items()
+    }
+    loaded = serve(engines["plain"] | stored, following, threads=1)
+    plain = serve(engines["plain"], following, threads=1)
+    differ = {
+        name: len(mismatches(run, loaded[name], by_request(run, plain[name])))
+        for name, run in following.items()
+    }
+    assert all(each is not None and each.cached >= 3 * 32 for each in loaded["sound"].outputs)
+    assert differ["sound"] == 0 < differ["broken"]
