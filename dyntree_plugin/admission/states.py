@@ -62,9 +62,9 @@ _REFUSALS = (
     _RECURRENT.refusal(
         "enable_prefix_caching, pipeline_parallel_size",
         lambda c: (c.cache_config.enable_prefix_caching, c.parallel_config.pipeline_parallel_size),
-        lambda found: found[0] and found[1] > 1,
-        "an earlier stage advances a state after the next step has begun, and that step may give "
-        "the state to another request; use --no-enable-prefix-caching",
+        lambda found: found[0] and found[1] > 2,
+        "with a prefix cache, pipelines of two stages alone were compared with decoding without "
+        "trees; use two, or --no-enable-prefix-caching",
     ),
     Refusal(
         "use_replayssm",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -236,4 +236,28 @@ class TreeScheduler(TreeCounting):
 
 
 class AsyncTreeScheduler(TreeCounting, AsyncScheduler):
-    """Schedules asynchronously."""
+    """Schedules asynchronously.
+
+    In a pipeline, earlier stages advance recurrent states along a step's path some steps later.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.need_mamba_block_aligned_split and self.pp_size > 1:
+            manager: Any = self.kv_cache_manager
+            manager.allocate_slots = caching_later(manager.allocate_slots)
+
+
+def caching_later(allocate_slots: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what allocates the slots of a step, and leaves its blocks to the step's output if the
+    request has drafts.
+
+    vLLM caches a block as soon as its tokens are known. The root of a tree may fill one whose state
+    is not there before the path is known, and the next step may give it to another request.
+    """
+
+    def allocate(request: Request, *args: Any, **kwargs: Any) -> Any:
+        delayed = kwargs.pop("delay_cache_blocks", False) or bool(request.spec_token_ids)
+        return allocate_slots(request, *args, delay_cache_blocks=delayed, **kwargs)
+
+    return allocate

@@ -104,7 +104,7 @@ class Target:
             if engine == "two ranks":
                 ranked = serve_on_ranks(arguments, runs)
                 self.results[engine] = {name: each.result for name, each in ranked.items()}
-            elif engine == "two stages":
+            elif engine.endswith("two stages"):
                 self.results[engine] = serve_in_stages(arguments, runs)
             else:
                 own = self.variables.get(engine, {})

@@ -175,6 +175,10 @@ def _recurrent(model: Path, kind: str) -> Engines:
         },
         "two ranks": (draft | cached, _sound(LONG) | turns),
         "two stages": (piped, _sound(RUN) | staged | aborted),
+        "cached two stages": (
+            piped | cached | {"max_num_batched_tokens": 160},
+            _sound(LONG, "again") | turns,
+        ),
         "compiled": (draft | {"enforce_eager": False}, _sound(RUN)),
         **_in_half(plain, draft, ["commit_dropped"], mamba_ssm_cache_dtype="bfloat16"),
     }
@@ -272,6 +276,7 @@ class Kind:
 
 _SPLIT = ("two ranks", "two stages")
 _OF_RANKS = (*_SPLIT, "compiled")
+_OF_STATES = ("block", "cached draft", "cached two stages", "look-up", *_OF_RANKS)
 KINDS = {
     "gemma2": Kind(_windows, ("draft", "look-up", "one group"), _SPLIT),
     "gpt_oss": Kind(_windows, ("draft", "look-up", "block"), ("one group", *_SPLIT)),
@@ -279,15 +284,9 @@ KINDS = {
     "mistral": Kind(_windows, slow=("draft", "look-up", "one group")),
     "laguna": Kind(_windows, slow=("look-up", "block")),
     "gemma4_text": Kind(_shared_caches, ("look-up", "module")),
-    "nemotron_h": Kind(
-        _recurrent,
-        ("draft", "prefix cache"),
-        ("block", "cached draft", "cached head", "look-up", "head", *_OF_RANKS),
-    ),
+    "nemotron_h": Kind(_recurrent, ("draft", "prefix cache"), ("cached head", "head", *_OF_STATES)),
     "lfm2": Kind(_recurrent, ("draft", "look-up"), ("cached draft", "prefix cache", *_OF_RANKS)),
-    "qwen3_next": Kind(
-        _recurrent, ("draft", "head"), ("block", "cached draft", "look-up", "EAGLE-3", *_OF_RANKS)
-    ),
+    "qwen3_next": Kind(_recurrent, ("draft", "head"), ("EAGLE-3", *_OF_STATES)),
     "falcon_h1": Kind(_recurrent, slow=("look-up", "cached look-up")),
     "granitemoehybrid": Kind(_recurrent, slow=("look-up", "cached look-up")),
     "deepseek_v2": Kind(_latent, ("draft", "look-up"), ("EAGLE-3", *_OF_RANKS), latent_target),

@@ -24,8 +24,8 @@ def _hybrid(config: VllmConfig, architecture: str = states.TARGETS[0]) -> VllmCo
     return changed(hybrid, "model_config.architecture", architecture)
 
 
-def _piped(config: VllmConfig) -> VllmConfig:
-    piped = changed(config, "parallel_config.pipeline_parallel_size", 2)
+def _piped(config: VllmConfig, stages: int = 2) -> VllmConfig:
+    piped = changed(config, "parallel_config.pipeline_parallel_size", stages)
     return changed(piped, "scheduler_config.async_scheduling", True)
 
 
@@ -39,11 +39,12 @@ def test_compared_targets_are_admitted_on_a_cpu(admitted: VllmConfig, architectu
     reason = refusal_of(changed(hybrid, "cache_config.use_replayssm", True))
     assert "use_replayssm=True is not supported" in reason
     if architecture in states.CACHED:
-        check.refuse_unserved(hybrid, DynTreeOptions(), "cpu", WORKERS)
+        for each in (hybrid, _piped(hybrid)):
+            check.refuse_unserved(each, DynTreeOptions(), "cpu", WORKERS)
     else:
         assert f"architecture=(True, (True, {architecture!r})) is not" in refusal_of(hybrid)
-    piped = _piped(hybrid)
-    assert "use --no-enable-prefix-caching" in refusal_of(piped)
+    piped = _piped(hybrid, 3)
+    assert "or --no-enable-prefix-caching" in refusal_of(piped)
     check.refuse_unserved(_without_prefix_cache(piped), DynTreeOptions(), "cpu", WORKERS)
 
 
