@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import sys
 import time
 from collections import Counter
@@ -20,34 +19,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import workload
 from engine_process import Output
 from fuzz_cases import MAX_MODEL_LEN, Schedule, schedule_of, schedules
 from fuzz_engine import Answer, EngineFailed, EngineProcess
+from fuzz_options import KINDS, Options, engine_options, options_of_kind, plain_of_kind
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from random_engines import FEW
 
 TOLERANCE = 1e-4
 """Largest accepted difference of a logprob."""
 SMALLER_SECONDS = 90
 """Most seconds for shrinking a failing case."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Arguments of ``LLM`` for an engine with trees.
-
-    With ``greedy``, no request samples. It is for the papers' rules, which draw other samples.
-    """
-
-    arguments: Mapping[str, Any]
-    greedy: bool = False
-
-    @property
-    def block_size(self) -> int:
-        size: int = self.arguments["block_size"]
-        return size
 
 
 @dataclass
@@ -60,71 +46,6 @@ class Tally:
     tokens: int = 0
     logprobs: int = 0
     ends: Counter[str] = field(default_factory=Counter)
-
-
-GROWTHS: Mapping[str, Mapping[str, Any]] = {
-    "dyspec": {},
-    "threshold": {},
-    "chain": {},
-    "expansion": {"expansion": [2, 2, 1]},
-    "sequoia": {"acceptance": [0.6, 0.2, 0.1]},
-}
-"""Growths other than topk, with the options that they need."""
-
-
-def tree_options(
-    pick: random.Random, growth: str | None = None, own_rule: bool = False
-) -> tuple[int, dict[str, Any]]:
-    """Return the number of draft tokens, and options of trees.
-
-    A growth other than topk is verified by the rule match or, with ``own_rule``, by its own rule.
-    """
-    nodes = pick.choice([1, 2, 3, 5, 8, 16, 16, 16, 33, 64])
-    growth = growth or pick.choice(["topk"] * 6 + sorted(GROWTHS))
-    if growth == "expansion":  # its tree has ten nodes
-        nodes = max(nodes, 10)
-    slots = nodes + pick.choice([0, 0, 0, 3])
-    options: dict[str, Any] = {"node_budget": nodes, "growth": growth, **GROWTHS.get(growth, {})}
-    if growth != "topk":
-        return slots, options | ({} if own_rule else {"rule": "match"})
-    for name, values in {
-        "budget": ["adaptive", "fixed", "fixed"],
-        "coupling": ["on", "on", "off"],
-        "calibration": ["on", "on", "off"],
-        "min_value": [None, None, 0.05],
-        "max_depth": [None, None, min(nodes, pick.choice([1, 2, 5, 16]))],
-        "width": [None, None, pick.choice([1, 2, 8])],
-        "children": [None, None, pick.choice([1, 2, 8])],
-    }.items():
-        if (value := pick.choice(values)) is not None:
-            options[name] = value
-    return slots, options
-
-
-def engine_options(number: int, growth: str | None = None, own_rule: bool = False) -> Options:
-    """Return the options of the engine with this number: any sizes with which vLLM starts."""
-    pick = random.Random(number)
-    slots, options = tree_options(pick, growth, own_rule)
-    block = pick.choice([32, 32, 64, 96])  # on CPUs, vLLM's attention needs a multiple of 32
-    blocks = math.ceil(MAX_MODEL_LEN / block)
-    room = slots + 2
-    arguments: dict[str, Any] = {
-        "max_model_len": MAX_MODEL_LEN,
-        "block_size": block,
-        "max_num_seqs": pick.choice([1, 2, 4, 8, 16]),
-        "max_num_batched_tokens": pick.choice([room, room + 7, 2 * room, 80 + room, 1024]),
-        "enable_prefix_caching": pick.choice([True, True, True, False]),
-        # The cache must hold one request with its draft nodes.
-        "num_gpu_blocks_override": pick.choice([None, blocks + 96 // block + 3, 2 * blocks + 1]),
-        "long_prefill_token_threshold": pick.choice([0, 0, slots + 1, slots + 30]),
-        "scheduling_policy": pick.choice(["fcfs", "fcfs", "priority"]),
-        "scheduler_reserve_full_isl": pick.choice([True, True, False]),
-        "watermark": pick.choice([0.0, 0.0, 0.1]),
-    }
-    arguments["max_num_seqs"] = min(arguments["max_num_seqs"], arguments["max_num_batched_tokens"])
-    trees = workload.with_options(slots, pick.choice(["draft", "draft", "target"]), **options)
-    found = {k: v for k, v in (arguments | trees).items() if v is not None}
-    return Options(found, greedy=own_rule)
 
 
 def difference(answer: Answer, plain: Answer, aborted: bool) -> str:
@@ -202,6 +123,8 @@ class Comparison:
             return
         if self._options.greedy:
             schedule = _greedily(schedule)
+        if self._options.few_tokens:
+            schedule = _of_few_tokens(schedule)
         if found := self._differences(schedule):
             self.failures.append((schedule, found))
             self._failed_at = self._failed_at or time.monotonic()
@@ -249,6 +172,16 @@ def _greedily(schedule: Schedule) -> Schedule:
         schedule,
         arrivals=[replace(each, params=p) for each, p in zip(schedule.arrivals, keep, strict=True)],
     )
+
+
+def _of_few_tokens(schedule: Schedule) -> Schedule:
+    """Return the same schedule, whose requests without a grammar answer in few tokens."""
+
+    def params(own: Mapping[str, Any]) -> Mapping[str, Any]:
+        return own if "structured_outputs" in own else {**own, **FEW}
+
+    arrivals = [replace(each, params=params(each.params)) for each in schedule.arrivals]
+    return replace(schedule, arrivals=arrivals)
 
 
 class Plain:
@@ -318,7 +251,9 @@ def report(options: Options, number: int, schedule: Schedule, found: str) -> str
     case = {
         "seed": number,
         "engine": dict(options.arguments),
+        "plain": options.plain,
         "greedy": options.greedy,
+        "few_tokens": options.few_tokens,
         **schedule.as_json(),
         "found": found,
     }
@@ -330,8 +265,9 @@ def report(options: Options, number: int, schedule: Schedule, found: str) -> str
 def replay(path: Path) -> str:
     """Run a reported case again, and describe the difference."""
     case = json.loads(path.read_text())
-    with plain_engine() as plain:
-        comparison = Comparison(Options(case["engine"], case["greedy"]), plain, Tally())
+    options = Options(case["engine"], case["plain"], case["greedy"], case["few_tokens"])
+    with plain_engine(**options.plain) as plain:
+        comparison = Comparison(options, plain, Tally())
         try:
             comparison.check(schedule_of(case))
         except Differs as error:
@@ -356,6 +292,9 @@ def main() -> int:
     parser.add_argument(
         "--plain", type=json.loads, default={}, help="arguments of the engine without trees"
     )
+    parser.add_argument(
+        "--kind", choices=KINDS, help="type of a random target; default: the pair's"
+    )
     parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"))
     parser.add_argument("--replay", type=Path, help="file of a reported case to run again")
     arguments = parser.parse_args()
@@ -363,13 +302,23 @@ def main() -> int:
         found = replay(arguments.replay)
         print(found or "no difference")
         return bool(found)
+    with TemporaryDirectory() as folder:
+        model = KINDS[arguments.kind](Path(folder)) if arguments.kind else None
+        return _fuzz_all(arguments, model)
+
+
+def _fuzz_all(arguments: argparse.Namespace, model: Path | None) -> int:
+    """Compare all cases, on the random target ``model`` if there is one."""
     failed, tally, began = 0, Tally(), time.monotonic()
-    with plain_engine(**arguments.plain) as plain:
+    of_kind = {} if model is None else plain_of_kind(model, arguments.kind)
+    with plain_engine(**of_kind | arguments.plain) as plain:
         for at in range(math.ceil(arguments.cases / arguments.each)):
             number = arguments.seed + at
             cases = min(arguments.each, arguments.cases - at * arguments.each)
             growths = arguments.growth or [None]
             options = engine_options(number, growths[at % len(growths)], arguments.own_rule)
+            if model is not None:
+                options = options_of_kind(number, model, arguments.kind)
             options = replace(options, arguments={**options.arguments, **arguments.engine})
             result = fuzz(options, plain, cases, number, tally)
             seconds = time.monotonic() - began

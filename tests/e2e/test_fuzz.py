@@ -10,8 +10,9 @@ from pathlib import Path
 import fuzz
 import pytest
 import workload
-from fuzz import Options, Plain, Tally, engine_options, plain_engine
+from fuzz import Plain, Tally, plain_engine
 from fuzz_cases import Arrival, Schedule, schedule_of
+from fuzz_options import KINDS, Options, engine_options, options_of_kind, plain_of_kind
 
 pytestmark = pytest.mark.e2e
 
@@ -66,6 +67,18 @@ def test_random_requests_get_what_they_get_without_trees(
     if "num_gpu_blocks_override" in options.arguments:
         assert result["vllm:num_preemptions_total"] > 0
     tell(f"fuzzed: {tally}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nemotron_h", "gemma3_text", "deepseek_v2"])
+def test_random_requests_on_targets_of_other_kinds(kind: str, tmp_path: Path) -> None:
+    model = KINDS[kind](tmp_path)
+    options, tally = options_of_kind(6, model, kind), Tally()
+    with plain_engine(**plain_of_kind(model, kind)) as plain:
+        result = fuzz.fuzz(options, plain, CASES, 1, tally)
+    assert not isinstance(result, tuple), fuzz.report(options, 1, *result)
+    assert tally.cases == CASES
+    assert result["vllm:spec_decode_num_accepted_tokens_total"] > 0
 
 
 def test_an_engine_with_other_samples_is_found_and_its_case_can_be_asked_again(
