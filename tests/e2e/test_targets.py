@@ -171,14 +171,13 @@ def _recurrent(model: Path, kind: str) -> Engines:
         ),
         **{
             f"cached {name}": (arguments | cached, _sound(LONG, "again") | turns)
-            for name, arguments in (("draft", draft), ("look-up", look_up), ("head", head))
+            for name, arguments in (
+                *(("draft", draft), ("look-up", look_up), ("head", head)),
+                ("two stages", piped | {"max_num_batched_tokens": 160}),
+            )
         },
         "two ranks": (draft | cached, _sound(LONG) | turns),
         "two stages": (piped, _sound(RUN) | staged | aborted),
-        "cached two stages": (
-            piped | cached | {"max_num_batched_tokens": 160},
-            _sound(LONG, "again") | turns,
-        ),
         "compiled": (draft | {"enforce_eager": False}, _sound(RUN)),
         **_in_half(plain, draft, ["commit_dropped"], mamba_ssm_cache_dtype="bfloat16"),
     }
@@ -276,7 +275,7 @@ class Kind:
 
 _SPLIT = ("two ranks", "two stages")
 _OF_RANKS = (*_SPLIT, "compiled")
-_OF_STATES = ("block", "cached draft", "cached two stages", "look-up", *_OF_RANKS)
+_OF_STATES = ("block", "cached draft", "look-up", *_OF_RANKS)
 KINDS = {
     "gemma2": Kind(_windows, ("draft", "look-up", "one group"), _SPLIT),
     "gpt_oss": Kind(_windows, ("draft", "look-up", "block"), ("one group", *_SPLIT)),
@@ -284,7 +283,11 @@ KINDS = {
     "mistral": Kind(_windows, slow=("draft", "look-up", "one group")),
     "laguna": Kind(_windows, slow=("look-up", "block")),
     "gemma4_text": Kind(_shared_caches, ("look-up", "module")),
-    "nemotron_h": Kind(_recurrent, ("draft", "prefix cache"), ("cached head", "head", *_OF_STATES)),
+    "nemotron_h": Kind(
+        _recurrent,
+        ("draft", "prefix cache"),
+        ("cached head", "cached two stages", "head", *_OF_STATES),
+    ),
     "lfm2": Kind(_recurrent, ("draft", "look-up"), ("cached draft", "prefix cache", *_OF_RANKS)),
     "qwen3_next": Kind(_recurrent, ("draft", "head"), ("EAGLE-3", *_OF_STATES)),
     "falcon_h1": Kind(_recurrent, slow=("look-up", "cached look-up")),
