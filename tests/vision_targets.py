@@ -137,8 +137,9 @@ _OF_INTERN = {
 }
 
 
-def vision_target(folder: Path, kind: str, seed: int = 0) -> Path:
-    """Write a target of a `CONFIGS` key, and return its folder."""
+def vision_target(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Path:
+    """Write a target of a `CONFIGS` key with ``changes`` to its text's configuration, and return
+    its folder."""
     source = pair.paths()["target"]
     glm, intern = kind == "glm_ocr", kind == "intern_s2_preview"
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -148,7 +149,7 @@ def vision_target(folder: Path, kind: str, seed: int = 0) -> Path:
     ids = dict(zip(of_config, tokenizer.convert_tokens_to_ids(tokens), strict=True))
     rope, vision = CONFIGS[kind]
     end = {"bos_token_id": 0, "eos_token_id": 0}
-    own = _TEXTS.get(kind, {}) | end
+    own = _TEXTS.get(kind, {}) | end | changes
     config = AutoConfig.for_model(
         "qwen3_5_moe" if intern else kind,
         text_config=_TEXT | own | {"rope_parameters": rope, "vocab_size": len(tokenizer)},
@@ -162,7 +163,7 @@ def vision_target(folder: Path, kind: str, seed: int = 0) -> Path:
     weights = folder / "model.safetensors"
     if kind == "qwen3_vl_moe":
         _transpose_experts(weights)
-    elif own != end:
+    elif kind in _TEXTS:
         module = _GLM_MODULE if glm else MODULES["qwen3_next"][1:]
         add_module(weights, "model.language_model.layers.1.", *module)
     if intern:

@@ -28,7 +28,7 @@ TARGETS = (
 """Architectures whose tokens were compared with those of engines without speculation: on a CPU, and
 but for the last two, which have the experts of Qwen3-Next, on an emulated CUDA device."""
 
-CACHED = TARGETS[: TARGETS.index("Qwen3_5ForConditionalGeneration")]
+CACHED = TARGETS[: TARGETS.index("Qwen3_5MoeForConditionalGeneration")]
 """Those whose tokens were compared with a prefix cache."""
 
 _RECURRENT_LAYERS = ("mamba", "linear_attention", "conv", "hybrid")

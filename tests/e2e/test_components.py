@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import sabotage_of_positions
+import sabotage_of_states
 import workload
 from comparison import accepted_per_step, by_request, explain, mismatches
 from engine_process import Request, Result, Run
@@ -57,6 +58,35 @@ TIGHT = {
     "num_gpu_blocks_override": 12,
 }
 """Prompts are read in chunks, whose ends are in images, too, and some of them twice."""
+CONTINUED = Run(
+    [
+        replace(each, images=[(*size, seed + other) for *size, seed in each.images], turns=3)
+        for each in REQUESTS[::2]
+        for other in ((0, 100) if each.images else (0,))
+    ],
+    batch=4,
+)
+"""Conversations, each prompt with images also with others of the same sizes."""
+CACHED = {
+    "enable_prefix_caching": True,
+    "prefix_cache_retention_interval": None,  # by default vLLM keeps the states of prompts alone
+    "num_gpu_blocks_override": 80,
+}
+SMALL_STATES = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+}
+"""So that a block has 32 tokens."""
+OF_BLOCKS = {
+    each.__name__: replace(CONTINUED, sabotage=each.__name__)
+    for each in sabotage_of_states.OF_BLOCKS[1:]
+}
+"""Without the first one: no token here depends on the state at the end of a path's block."""
+
+_CACHED = "cached "
+"""Begins the names of engines with `CACHED`, and of one to compare with."""
 
 Served = Callable[[str, str], Mapping[str, Result]]
 """Gives an engine's results by run, given the kind of target and the engine's name."""
@@ -72,16 +102,18 @@ def _of_glm(run: Run) -> Run:
 
 def _engine(name: str, model: Path, kind: str) -> tuple[dict[str, Any], dict[str, Run]]:
     """Arguments and runs."""
-    twice, recurrent = {"sound": RUN, "again": RUN}, kind in RECURRENT
+    cached, name = name.startswith(_CACHED), name.removeprefix(_CACHED)
+    run, recurrent = CONTINUED if cached else RUN, kind in RECURRENT
+    twice = {"sound": run, "again": run}
     in_float32 = FLOAT32_DELTA_NET if recurrent else {}
     look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | TIGHT
     arguments, runs = {
-        "plain": lambda: (workload.without_tree() | in_float32, {"sound": RUN}),
+        "plain": lambda: (workload.without_tree() | in_float32, {"sound": run}),
         "draft": lambda: (workload.tree(NODES), twice | BROKEN),
         "look-up": lambda: (look_up, twice),
         "module": lambda: (
             workload.with_head(model, "mtp", NODES, budget="fixed", lookup="off") | TIGHT,
-            twice,
+            twice | (OF_BLOCKS if cached else {}),
         ),
         "head": lambda: (
             workload.with_head(head_of(model.with_name("head"), model), nodes=NODES, budget="fixed")
@@ -91,6 +123,8 @@ def _engine(name: str, model: Path, kind: str) -> tuple[dict[str, Any], dict[str
     }[name]()  # fmt: skip
     images = {"trust_remote_code": True, "limit_mm_per_prompt": {"image": 2, "video": 1}}
     caching = {"enable_prefix_caching": False} if recurrent else {}
+    if cached and name != "plain":
+        caching = CACHED
     if kind == "glm_ocr":
         runs = {run: _of_glm(of) for run, of in runs.items()}
     return arguments | images | caching | {"model": str(model)}, runs
@@ -99,8 +133,15 @@ def _engine(name: str, model: Path, kind: str) -> tuple[dict[str, Any], dict[str
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder = tmp_path_factory.mktemp("targets")
-    target = cache(lambda kind: vision_target(folder / kind / "target", kind))
-    return cache(lambda kind, name: serve(*_engine(name, target(kind), kind)))
+
+    @cache
+    def target(kind: str, cached: bool) -> Path:
+        changes = SMALL_STATES if cached else {}
+        return vision_target(folder / f"{_CACHED * cached}{kind}" / "target", kind, **changes)
+
+    return cache(
+        lambda kind, name: serve(*_engine(name, target(kind, name.startswith(_CACHED)), kind))
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,3 +191,26 @@ def test_tokens_differ_if_positions_are_wrong(kind: str, broken: str, served: Se
     found = [request for request, *_ in mismatches(BROKEN[broken], result, plain)]
     assert any(request.images for request in found)
     assert any(not request.images for request in found) == (broken != "without_delta")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["module", "look-up"])
+def test_no_token_differs_with_a_prefix_cache(name: str, served: Served) -> None:
+    plain = by_request(CONTINUED, served("qwen3_5", f"{_CACHED}plain")["sound"])
+    results = served("qwen3_5", f"{_CACHED}{name}")
+    for run in ("sound", "again"):
+        found = mismatches(CONTINUED, results[run], plain)
+        assert not found, explain(found)
+        answers = zip(CONTINUED.requests, results[run].outputs, strict=True)
+        cached = [given for given, answer in answers if answer and answer.cached]
+        assert any(given.images for given in cached)
+        assert any(not given.images for given in cached)
+    assert accepted_per_step(results["sound"]) > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", OF_BLOCKS)
+def test_tokens_differ_if_cached_states_are_wrong(broken: str, served: Served) -> None:
+    plain = by_request(CONTINUED, served("qwen3_5", f"{_CACHED}plain")["sound"])
+    result = served("qwen3_5", f"{_CACHED}module")[broken]
+    assert mismatches(CONTINUED, result, plain)

@@ -71,6 +71,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_next, cached": ("look-up", CACHED, WITHOUT_CACHE | FLOAT32_DELTA_NET),
     "qwen2_5_vl": ("look-up", OF_TEXT, {}),
     "qwen3_5": ("module", WITHOUT_CACHE | OF_TEXT, FLOAT32_DELTA_NET),
+    "qwen3_5, cached": ("look-up", CACHED | OF_TEXT, WITHOUT_CACHE | FLOAT32_DELTA_NET),
     "gemma4_text": ("assistant", {}, {}),
 }
 """By model types, with a remark: what drafts, arguments of both engines, and of the one without
@@ -123,6 +124,7 @@ CONTROLS = {
     # In these, no token of the run depends on the state at the end of a path's block.
     "lfm2, cached": _BLOCKS[1:],
     "granitemoehybrid, cached": _BLOCKS[1:],
+    "qwen3_5, cached": _BLOCKS[1:],
 }
 BROKEN = [(target, name) for target, names in CONTROLS.items() for name in names]
 
@@ -168,7 +170,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
         make = (
             latent_target if kind in LATENT else vision_target if kind in VISION else random_target
         )
-        small = SMALL_STATES if cached and kind == "qwen3_next" else {}
+        small = SMALL_STATES if cached and kind.startswith("qwen3") else {}
         model = str(make(tmp_path_factory.mktemp("targets") / kind, kind, **small))
         quantised = "kv_cache_dtype" in common
         # vLLM's operator for a CPU rotates heads of other tokens where a model gives it three axes.

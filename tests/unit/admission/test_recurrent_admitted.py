@@ -103,8 +103,8 @@ def test_on_cuda_more_is_refused(admitted: VllmConfig) -> None:
         (_piped(_hybrid(config)), "pipeline_parallel_size=(True, 2)"),
         (_hybrid(copied), "offload_backend=(True, 'prefetch')"),
         (
-            _hybrid(cached, "Qwen3_5ForConditionalGeneration"),
-            "enable_prefix_caching, architecture=(True, (True, 'Qwen3_5For",
+            _hybrid(cached, "Qwen3_5MoeForConditionalGeneration"),
+            "enable_prefix_caching, architecture=(True, (True, 'Qwen3_5MoeFor",
         ),
     ):
         with pytest.raises(check.Refused, match=re.escape(f"is_hybrid, {named}")):
