@@ -273,6 +273,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_block_chains": lambda: _speed("serve-llama-1b-block-chains"),
     "serve_block_chains_64": lambda: _speed("serve-llama-1b-block-chains-64"),
     "serve_drawn": lambda: _speed("serve-llama-1b-drawn"),
+    "serve_drawn_16": lambda: _speed("serve-llama-1b-drawn-16"),
     "serve_head": lambda: _tokens_per_step("tokens-eagle3"),
     "serve_head_drawn": lambda: _tokens_per_step("tokens-eagle3-drawn"),
     "tokens_drawn": lambda: _tokens_per_step("tokens-drawn"),
