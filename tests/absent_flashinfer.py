@@ -30,6 +30,8 @@ def vllms_backend(contents: Mapping[str, Any] | None = None) -> Any:
 
     FlashInfer is absent again afterwards, since vLLM and dyntree ask whether it is there.
     """
+    import vllm.utils.flashinfer  # noqa: F401  # asks when it is imported
+
     names = ["flashinfer", *(f"flashinfer.{part}" for part in ("decode", "prefill", "utils"))]
     sys.modules.update({name: _Library(name, contents or {}) for name in names})
     try:

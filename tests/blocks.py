@@ -220,7 +220,7 @@ class PlainBlock(PlainHead):
         seen = torch.ones(len(rows), keys.shape[1], dtype=torch.bool)
         if causal:
             seen = seen.tril(len(context))
-        if "layer_types" in self._config:
+        if self._config.get("sliding_window"):
             places = root + torch.arange(len(rows))
             at = torch.cat([torch.arange(len(context)), places])
             seen &= at > places[:, None] - self._config["sliding_window"]

@@ -98,7 +98,7 @@ class Step:
 @contextmanager
 def page_of_two_engines() -> Iterator[TreeSpecDecodingProm]:
     """Yield the metrics of one process that serves two engines."""
-    speculation: Any = SimpleNamespace(num_speculative_tokens=SHAPE.node_budget)
+    speculation: Any = SimpleNamespace(method="ngram", num_speculative_tokens=SHAPE.node_budget)
     configuration.mark_as_tree(speculation, PLAN)
     unregister_vllm_metrics()
     labels: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}

@@ -170,8 +170,7 @@ def block_advice(vllm_config: Any, plan: TreePlan, device_type: str) -> str | No
         return None
     if device_type == "cuda":
         return (
-            "Trees of a block draft have run on an emulated device alone, and are unproven on a "
-            "GPU."
+            "Of block drafts DFlash alone has run on an emulated device; all are unproven on a GPU."
         )
     if dtype_of(model) == "float32" and model.enforce_eager:
         return None

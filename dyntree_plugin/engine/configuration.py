@@ -89,8 +89,8 @@ def mark_as_tree(speculative_config: SpeculativeConfig, plan: TreePlan) -> None:
     # vLLM would keep the distributions of its own chains.
     speculative_config.draft_sample_method = "greedy"
     speculative_config.rejection_sample_method = "standard"
-    # vLLM's V2 runner has no such drafts of its own.
-    speculative_config.parallel_drafting &= speculative_config.method in BLOCKS
+    if speculative_config.method not in BLOCKS:  # vLLM's V2 runner has no such drafts of its own
+        speculative_config.parallel_drafting = False
     vars(speculative_config)[_MARK] = plan
 
 

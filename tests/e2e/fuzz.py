@@ -298,6 +298,8 @@ def main() -> int:
     parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"))
     parser.add_argument("--replay", type=Path, help="file of a reported case to run again")
     arguments = parser.parse_args()
+    if arguments.kind and (arguments.growth or arguments.own_rule):
+        parser.error("--kind has growth topk: leave out --growth and --own-rule")
     if arguments.replay is not None:
         found = replay(arguments.replay)
         print(found or "no difference")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dyntree_kernels.ancestors import ancestor_bits, pack_bits, unpack_bits
@@ -17,6 +17,7 @@ def forests(draw: st.DrawFn) -> list[list[int]]:
     return draw(st.lists(st.tuples(*parent).map(list), min_size=1, max_size=3))
 
 
+@settings(deadline=None)
 @given(forests())
 def test_bits_are_the_transitive_closure_of_the_parents(batch: list[list[int]]) -> None:
     bits = unpack_bits(ancestor_bits(torch.tensor(batch)), len(batch[0]))
@@ -40,6 +41,7 @@ def test_parents_may_come_after_their_children() -> None:
     assert bits[0].tolist() == expected
 
 
+@settings(deadline=None)
 @given(st.integers(1, 100), st.integers(0, 2**32))
 def test_packing_round_trips(columns: int, seed: int) -> None:
     mask = torch.rand(3, columns, generator=torch.Generator().manual_seed(seed)) < 0.5

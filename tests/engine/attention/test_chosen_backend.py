@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
 from dyntree_plugin import plugin
+from dyntree_plugin.admission.cuda_backends import CUDA_BACKENDS
 from dyntree_plugin.engine import worker
 from dyntree_plugin.engine.attention import choice
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker
@@ -85,3 +86,14 @@ def test_another_backend_than_vllms_is_logged_with_both_names_unless_the_user_na
     assert load(9) == [("TRITON_MLA", "FLASH_ATTN_MLA")]
     assert load(12) == load(10, named="FLASH_ATTN_MLA") == []
     assert load(10, latent=False) == []
+
+
+@pytest.mark.parametrize("major", [8, 9, 10, 12])
+def test_what_vllm_prefers_carries_trees(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's backend takes all that trees serve, so vLLM chooses none that comes after it."""
+    monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("kernels"))
+    from vllm.platforms import cuda
+
+    preferred = cuda._get_backend_priorities(False, DeviceCapability(major, 0))
+    names = [backend.name for backend in preferred]
+    assert {*names[: names.index("TRITON_ATTN") + 1]} == {*CUDA_BACKENDS}

@@ -23,6 +23,7 @@ def sized(
 ) -> set[int]:
     """Return the sizes in vLLM's table after the plugin has settled; empty if it has none."""
     speculation: Any = SimpleNamespace(
+        method="draft_model",
         num_speculative_tokens=24,
         num_speculative_tokens_per_batch_size=None,
     )

@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dyntree_plugin.options.options import DynTreeOptions
@@ -17,6 +17,7 @@ from dyntree_plugin.tree.registry import GROWTHS
 BUDGETS = st.integers(min_value=1, max_value=1024)
 
 
+@settings(deadline=None)
 @given(slots=BUDGETS, node_budget=st.none() | BUDGETS)
 def test_the_defaults_fit_every_node_budget_that_is_allowed(
     slots: int, node_budget: int | None
@@ -32,6 +33,7 @@ def test_the_defaults_fit_every_node_budget_that_is_allowed(
         assert shape.width <= shape.node_budget
 
 
+@settings(deadline=None)
 @given(slots=BUDGETS, max_depth=st.integers(1, 64), width=st.integers(1, 64))
 def test_an_explicit_depth_and_width_are_kept_or_refused(
     slots: int, max_depth: int, width: int

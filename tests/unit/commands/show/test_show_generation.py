@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from generations import made
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dyntree_plugin.commands.show.generation import load, save
@@ -63,6 +63,7 @@ def as_bytes(tokens: Sequence[int]) -> str:
     return bytes(tokens).decode(errors="replace")
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])))
 def test_pieces_of_bytes_join_to_the_text(text: str) -> None:
     found = pieces(as_bytes, list(text.encode()))

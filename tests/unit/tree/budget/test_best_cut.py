@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dyntree_plugin.tree.budget.choice import best_cut, draft_pays
@@ -26,6 +26,7 @@ def rate(values: np.ndarray, counts: tuple[int, ...], seconds: np.ndarray, spent
     return float(tokens / (spent + seconds[len(counts) + sum(counts)]))
 
 
+@settings(deadline=None)
 @given(BATCHES, STEPS, st.floats(0, 2))
 def test_no_other_cut_makes_more_tokens_per_second(
     values: np.ndarray, steps: list[float], spent: float
@@ -41,6 +42,7 @@ def test_no_other_cut_makes_more_tokens_per_second(
     assert rate(values, tuple(found.counts), seconds, spent) == pytest.approx(best)
 
 
+@settings(deadline=None)
 @given(BATCHES, STEPS, st.floats(0, 2), st.floats(0, 5))
 def test_no_other_cut_makes_more_tokens_beyond_what_its_time_is_worth(
     values: np.ndarray, steps: list[float], spent: float, worth: float

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dyntree_plugin.tree.budget.choice import Choice, best_drafting
@@ -32,6 +32,7 @@ WORTHS = st.lists(st.lists(st.floats(0, 8), min_size=4, max_size=4), min_size=1,
 )
 
 
+@settings(deadline=None)
 @given(WORTHS, STEPS.map(curve), st.floats(0, 2), st.integers(1, 4))
 def test_no_other_number_of_forwards_and_nodes_makes_more_tokens_per_second(
     worth: np.ndarray, seconds: np.ndarray, forward: float, requests: int
@@ -63,6 +64,7 @@ def test_a_curve_goes_through_what_was_measured_and_on_behind_it() -> None:
     assert seconds[12] == pytest.approx(2.8)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.floats(0.01, 10), min_size=4, max_size=4),
     st.lists(st.tuples(st.integers(1, 40), st.floats(1e-3, 100)), max_size=20),
@@ -110,6 +112,7 @@ def test_one_interrupted_step_moves_the_cost_little() -> None:
     assert followed(1.0, 1.0) == pytest.approx(1.0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 300), st.floats(-1, 1)), min_size=1, max_size=60))
 def test_level_and_tilt_are_those_of_least_squares(seen: list[tuple[int, float]]) -> None:
     """The judge solves the weighted equations of all observations at once."""
@@ -130,6 +133,7 @@ def test_level_and_tilt_are_those_of_least_squares(seen: list[tuple[int, float]]
     assert found.curve(logs) == pytest.approx(level + tilt * logs, abs=1e-7)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_worth_is_the_mean_sum_of_the_first_nodes_that_few_forwards_reach(
     trees: int, forwards: int, random: Any
