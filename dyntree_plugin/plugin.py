@@ -52,6 +52,7 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     from dyntree_plugin.admission import check
     from dyntree_plugin.engine import configuration
     from dyntree_plugin.engine.attention import served
+    from dyntree_plugin.options.methods import reads_masks
 
     speculation = vllm_config.speculative_config
     if speculation is not None and configuration.is_marked(speculation):
@@ -66,11 +67,12 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
         plan = plan.with_tries_of(MOST_ON_CUDA)
     speculation = cast("SpeculativeConfig", speculation)
     _log_exactness(speculation, plan)
+    masks = reads_masks(speculation)
     configuration.mark_as_tree(speculation, plan)
     configuration.attach_further_drafts(speculation, further)
     vllm_config.parallel_config.worker_cls = workers[device_type]
     if device_type == "cuda":
-        _choose_attention(vllm_config)
+        _choose_attention(vllm_config, masks=masks)
     _log(vllm_config, plan, device_type)
     if device_type == "cpu":
         _prefer_intels_openmp()
@@ -87,10 +89,11 @@ def configure_scheduler(vllm_config: VllmConfig, device_type: str) -> None:
         configuration.size_trees_by_step(vllm_config, device_type)
 
 
-def _choose_attention(vllm_config: VllmConfig) -> None:
-    """Name a backend of latent attention that carries trees, unless the user has named one.
+def _choose_attention(vllm_config: VllmConfig, *, masks: bool = False) -> None:
+    """Name a backend that carries trees where vLLM may prefer another, unless the user has.
 
-    vLLM may prefer others there, whereas all carry trees that it chooses for other attention.
+    That is so for latent attention, and for drafts that read ``masks``: FLASHINFER does not serve
+    them.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -98,8 +101,10 @@ def _choose_attention(vllm_config: VllmConfig) -> None:
     from dyntree_plugin.engine import configuration
 
     attention = vllm_config.attention_config
-    if attention.backend is None and vllm_config.model_config.use_mla:
-        attention.backend = AttentionBackendEnum[LATENT_CUDA_BACKENDS[0]]
+    latent = vllm_config.model_config.use_mla
+    if attention.backend is None and (latent or masks):
+        name = LATENT_CUDA_BACKENDS[0] if latent else "TRITON_ATTN"
+        attention.backend = AttentionBackendEnum[name]
         configuration.mark_as_chosen(attention)
 
 

@@ -34,8 +34,8 @@ _BLOCK = Targets(
 
 
 def _causal(speculation: Any) -> list[bool]:
-    """Return of which kinds the layers of a block draft are: whether a place of the block sees
-    those before it alone, which vLLM assumes of layers with windows."""
+    """Return the kinds of a block draft's layers: True where a place of the block sees only those
+    before it. vLLM assumes that of layers with windows."""
     config = speculation.draft_model_config.hf_config
     given = getattr(config, "is_causal", None)
     if given is None:
@@ -145,7 +145,7 @@ _MASKED_HEAD_REFUSALS = (
             lambda backend: backend is not None,
             "vLLM's V2 runner takes it for no head with parallel_drafting; set it for the target",
         )
-        for name in ("attention_backend", "moe_backend")
+        for name in ("attention_backend", "moe_backend", "draft_load_config")
     ),
 )
 

@@ -301,9 +301,9 @@ def _beside_nodes(vllm_config: VllmConfig, nodes: int) -> int:
     """
     if vllm_config.speculative_config is None:
         return 1
-    speculation = copy.copy(vllm_config.speculative_config)
-    speculation.num_speculative_tokens = nodes  # of a block draft it is not that yet
-    speculation.parallel_drafting &= speculation.method in BLOCKS  # nor is this
+    speculation = copy.copy(vllm_config.speculative_config)  # which may not be marked yet
+    speculation.num_speculative_tokens = nodes
+    speculation.parallel_drafting &= speculation.method in BLOCKS
     return 1 + speculation.max_num_new_slots_for_drafting
 
 

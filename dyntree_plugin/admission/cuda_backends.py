@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from dyntree_kernels.features import KV_CACHE_DTYPES
 from dyntree_plugin.admission.refusals import Refusal, dtype_of, kv_cache_dtype
+from dyntree_plugin.options.methods import reads_masks
 
 CUDA_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 """vLLM's attention backends on CUDA that serve trees; vLLM chooses among them."""
@@ -20,8 +21,18 @@ def _named(attention_backend: Any) -> str | None:
     return None if attention_backend is None else str(attention_backend.name)
 
 
+def _backend_of_masks(config: Any) -> str | None:
+    """Return FLASHINFER if it is named for a draft that reads masks."""
+    speculation = config.speculative_config
+    if speculation is None or not reads_masks(speculation):
+        return None
+    found = _named(config.attention_config.backend), _named(speculation.attention_backend)
+    return "FLASHINFER" if "FLASHINFER" in found else None
+
+
 class _Kind(NamedTuple):
-    """Targets with or without latent attention, and a quantised cache of it; what serves them."""
+    """A kind of targets, by latent attention and by a quantised cache of it, and the backends that
+    serve it."""
 
     latent: bool
     quantised: bool
@@ -68,6 +79,13 @@ CUDA_REFUSALS = (
         lambda c: c.attention_config.backend_per_kind,
         bool,
         "trees need one backend for all layers; leave it out",
+    ),
+    Refusal(
+        "attention_backend with parallel_drafting",
+        _backend_of_masks,
+        bool,
+        "beside prompts, vLLM plans its kernel for a draft's masks by lengths that the host does "
+        "not know; set it to FLASH_ATTN or TRITON_ATTN",
     ),
     Refusal(
         "use_mla, dtype",

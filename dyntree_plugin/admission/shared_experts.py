@@ -9,7 +9,7 @@ from typing import Any
 
 from dyntree_plugin.admission.refusals import Refusal, ranks_of_experts
 from dyntree_plugin.admission.uncompared import Targets
-from dyntree_plugin.options.methods import BLOCKS
+from dyntree_plugin.options.methods import proposes_blocks
 
 _SHARED = Targets(
     "data_parallel_size of a mixture of experts", ranks_of_experts, lambda c: c.parallel_config
@@ -41,16 +41,16 @@ EXPERT_REFUSALS = (
 
 EXPERT_DRAFT_REFUSALS = (
     Refusal(
-        "data_parallel_size of a mixture of experts, draft's experts",
-        lambda s: (ranks_of_experts(s.target_parallel_config), _has_experts(s)),
+        "draft's experts, data_parallel_size of a mixture of experts",
+        lambda s: (_has_experts(s), ranks_of_experts(s.target_parallel_config)),
         all,
         "each rank drafts with as many forwards as its own requests need, and experts would wait "
         "for those of the other ranks; use an EAGLE-3 head, a draft without experts, or look-up",
     ),
     Refusal(
-        "data_parallel_size of a mixture of experts, method",
-        lambda s: (ranks_of_experts(s.target_parallel_config), s.method),
-        lambda found: found[0] and found[1] in BLOCKS,
+        "method, data_parallel_size of a mixture of experts",
+        lambda s: (proposes_blocks(s) and s.method, ranks_of_experts(s.target_parallel_config)),
+        all,
         "block drafts were not compared on such ranks; use an EAGLE-3 head, a draft without "
         "experts, or look-up",
     ),

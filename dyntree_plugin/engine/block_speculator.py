@@ -49,8 +49,8 @@ class BlockSpeculator(NodeProposals):
     ) -> nn.Module:
         """Load the draft, which shares the target's embedding and output layer if it has none.
 
-        For the draft ``num_speculative_tokens`` is the length of its block. vLLM gives block drafts
-        a backend of attention of its own choice unless one is named, which may carry no trees.
+        For the draft ``num_speculative_tokens`` is the length of its block. Unless another backend
+        of attention is named for it, it has the one that is named for the target.
         """
         copied = copy.copy(self.vllm_config)
         copied.attention_config = without_mark(copied.attention_config)

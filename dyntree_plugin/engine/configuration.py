@@ -270,7 +270,7 @@ def scratch_slots(speculative_config: Any) -> int:
 def most_draft_rows(vllm_config: VllmConfig) -> int:
     """Return the most rows of a draft forward without prompts; 0 for an engine without any.
 
-    With masks it is that of all forwards.
+    For a draft that reads masks, forwards with prompts are counted, too.
     """
     plan = tree_plan(vllm_config)
     if plan is None or not plan.has_draft:

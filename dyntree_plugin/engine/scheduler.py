@@ -249,8 +249,8 @@ class AsyncTreeScheduler(TreeCounting, AsyncScheduler):
 
 
 def caching_later(allocate_slots: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what allocates the slots of a step, and leaves its blocks to the step's output if the
-    request has drafts.
+    """Wrap ``allocate_slots``: if the request has drafts, a step's blocks are cached with its
+    output, and not before.
 
     vLLM caches a block as soon as its tokens are known. The root of a tree may fill one whose state
     is not there before the path is known, and the next step may give it to another request.

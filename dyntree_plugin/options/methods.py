@@ -23,10 +23,14 @@ OF_TARGET = (*HEADS, *BLOCKS)
 WITH_DRAFT = ("draft_model", *OF_TARGET)
 
 
+def reads_masks(speculation: Any) -> bool:
+    """Return whether the draft of a ``SpeculativeConfig`` of vLLM's is one of `READ_MASKS`."""
+    return speculation.method in READ_MASKS and bool(speculation.parallel_drafting)
+
+
 def proposes_blocks(speculation: Any) -> bool:
     """Return whether the draft of a ``SpeculativeConfig`` of vLLM's is a block draft."""
-    masks = speculation.method in READ_MASKS and speculation.parallel_drafting
-    return speculation.method in BLOCKS or masks
+    return speculation.method in BLOCKS or reads_masks(speculation)
 
 
 def kind_of_draft(speculation: Any) -> dict[str, bool]:

@@ -211,16 +211,18 @@ def test_the_users_own_openmp_is_kept(
 
 
 @pytest.mark.parametrize(
-    ("latent", "named", "found"),
+    ("latent", "masks", "named", "found"),
     [
-        (False, None, None),
-        (False, "TRITON_ATTN", "TRITON_ATTN"),
-        (True, None, "TRITON_MLA"),
-        (True, "FLASHMLA", "FLASHMLA"),
+        (False, False, None, None),
+        (False, False, "TRITON_ATTN", "TRITON_ATTN"),
+        (False, True, None, "TRITON_ATTN"),
+        (False, True, "FLASH_ATTN", "FLASH_ATTN"),
+        (True, False, None, "TRITON_MLA"),
+        (True, False, "FLASHMLA", "FLASHMLA"),
     ],
 )
 def test_on_cuda_vllm_chooses_attention_where_all_that_it_chooses_carries_trees(
-    latent: bool, named: str | None, found: str | None
+    latent: bool, masks: bool, named: str | None, found: str | None
 ) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -229,6 +231,6 @@ def test_on_cuda_vllm_chooses_attention_where_all_that_it_chooses_carries_trees(
         attention_config=SimpleNamespace(backend=backend),
         model_config=SimpleNamespace(use_mla=latent),
     )
-    plugin._choose_attention(config)
+    plugin._choose_attention(config, masks=masks)
     chosen = config.attention_config.backend
     assert chosen is (AttentionBackendEnum[found] if found else None)

@@ -80,7 +80,8 @@ class TreeMetadataBuilder:
         layers = [features_of(layer) for layer in made]
         # One of each kind, for which the kernel is compiled.
         self._layers = {
-            (x.window, x.soft_cap, x.sinks is None, x.key_scale is None): x for x in layers
+            (x.window, x.both_ways, x.soft_cap, x.sinks is None, x.key_scale is None): x
+            for x in layers
         }
         features = frozenset[str]().union(*(each.beyond for each in layers))
         self._kernel, self._drafting_kernel = choose_kernel(

@@ -36,7 +36,7 @@ def registered(backends: Mapping[str, str]) -> Iterator[None]:
 def with_trees(module: str, stock: Any, builder: type, layer: type) -> Any:
     """Return a backend of vLLM's with mixins that precede its metadata builder and its layers.
 
-    ``module`` is that which assigns it to the name of the class, by which vLLM finds it.
+    ``module``: where the class is assigned to its own name, so that vLLM finds it.
     """
 
     def joined(mixin: type, of_vllm: type) -> type:

@@ -124,8 +124,8 @@ def _chunk_attention(
             seen = seen_words(words, bits, heads, ctx, start, edges)
             if seen == 0:
                 continue
-        place = start // n
-        block = np.int64(table[place]) if place < len(table) else np.int64(0)
+        page = start // n
+        block = np.int64(table[page]) if page < len(table) else np.int64(0)
         k_block = keys[block * k_steps[0] + k_steps[1] :]
         v_block = values[block * v_steps[0] + v_steps[1] :]
         load_keys(tile_keys, k_block, n, start % n, paired)

@@ -12,6 +12,7 @@ from configurations import Build, changed, refusal_of
 
 from dyntree_plugin.admission import check
 from dyntree_plugin.admission.blocks import block_advice
+from dyntree_plugin.admission.cuda_backends import CUDA_REFUSALS
 from dyntree_plugin.engine import configuration
 from dyntree_plugin.engine.configuration import WORKERS, plan_in_force
 from dyntree_plugin.options.options import DynTreeOptions
@@ -258,3 +259,16 @@ def test_what_does_not_go_with_masks_is_refused(build: Build, masked: Arguments)
     assert "dtype=('draft_model', 'float16')" in refusal_of(
         changed(admitted, "model_config.dtype", torch.float16)
     )
+
+
+@pytest.mark.parametrize(
+    "path", ["attention_config.backend", "speculative_config.attention_backend"]
+)
+def test_masks_are_refused_on_flashinfer(build: Build, masked: Arguments, path: str) -> None:
+    config = changed(build(**masked()), "speculative_config.parallel_drafting", True)
+    config = changed(config, "parallel_config.worker_cls", "auto")
+    config = changed(config, "scheduler_config.scheduler_cls", None)
+    for name in ("FLASH_ATTN", "FLASHINFER"):
+        named = changed(config, path, SimpleNamespace(name=name))
+        reasons = [each.option for each in CUDA_REFUSALS if each(named)]
+        assert ("attention_backend with parallel_drafting" in reasons) == (name == "FLASHINFER")

@@ -21,6 +21,7 @@ RANKS = {
     for parallel in ("parallel_config", "speculative_config.target_parallel_config")
     for name, value in (("data_parallel_size", 2), ("is_moe_model", True))
 }
+SHARED = "data_parallel_size of a mixture of experts"
 EXPERTS = "speculative_config.draft_model_config.model_arch_config.num_experts"
 
 
@@ -58,29 +59,27 @@ def test_ranks_are_refused_on_a_cpu_for_what_vllm_lacks_there(admitted: VllmConf
 @pytest.mark.parametrize("method", ["mtp", "draft_model"])
 def test_drafts_with_experts_are_refused_on_several_ranks(shared: VllmConfig, method: str) -> None:
     with_experts = of(shared, {EXPERTS: 8, "speculative_config.method": method})
-    assert "draft's experts=(2, True) is not supported: each rank drafts" in refused(with_experts)
+    assert f"draft's experts, {SHARED}=(True, 2) is not supported" in refused(with_experts)
     one = {path: 1 for path in RANKS if "size" in path}
     check.refuse_unserved(of(with_experts, one), DynTreeOptions(), "cuda", WORKERS)
     further = with_experts.speculative_config
-    with pytest.raises(check.Refused, match=r"dyntree\.drafts, .*draft's experts=\(2, True\)"):
+    with pytest.raises(check.Refused, match=r"dyntree\.drafts, .*draft's experts, .*=\(True, 2\)"):
         check.refuse_further_draft(shared, further, "cuda")
 
 
 @pytest.mark.parametrize(
     ("option", "path", "value"),
     [
-        ("pipeline_parallel_size", "parallel_config.pipeline_parallel_size", 2),
-        ("enable_lora", "lora_config", SimpleNamespace()),
-        ("target's uses_mrope", "model_config.uses_mrope", True),
-        ("method=(2, 'dflash')", "speculative_config.method", "dflash"),
+        (f"{SHARED}, pipeline_parallel_size", "parallel_config.pipeline_parallel_size", 2),
+        (f"{SHARED}, enable_lora", "lora_config", SimpleNamespace()),
+        (f"{SHARED}, target's uses_mrope", "model_config.uses_mrope", True),
+        (f"method, {SHARED}=('dflash', 2)", "speculative_config.method", "dflash"),
     ],
 )
 def test_what_was_not_compared_on_such_ranks_is_refused(
     shared: VllmConfig, option: str, path: str, value: Any
 ) -> None:
-    assert f"data_parallel_size of a mixture of experts, {option}" in refused(
-        changed(shared, path, value)
-    )
+    assert option in refused(changed(shared, path, value))
 
 
 def test_ranks_that_come_and_go_are_refused(admitted: VllmConfig) -> None:
