@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
 from benchmarks.serve import hybrid_shapes
 from dyntree_plugin.pair.models import Shape, continue_rows
@@ -74,13 +75,13 @@ def grown_target(name: str, target: Path) -> Path:
 
 
 def grown_head(name: str, head: Path, target: Path) -> Path:
-    """The folder of the EAGLE-3 `head` of the embedded `target` for that target in a shape.
+    """The folder of the EAGLE-3 `head` or DFlash draft of the embedded `target` for a shape of it.
 
     Raises ValueError if there is no such shape.
     """
     shape = _shape(name)
     return _made_once(
-        f"{name}-head", [head, target], lambda folder: grow_head(head, target, shape, folder)
+        f"{name}-{head.name}", [head, target], lambda folder: grow_head(head, target, shape, folder)
     )
 
 
@@ -146,24 +147,25 @@ def grow(source: Path, shape: Shape, destination: Path, *, hybrid: bool = False)
 
 
 def grow_head(head: Path, target: Path, shape: Shape, destination: Path) -> None:
-    """Write the EAGLE-3 `head` of the Llama `target` for that Llama grown to `shape`.
+    """Write the EAGLE-3 head or DFlash draft of the Llama `target` for that Llama grown to `shape`.
 
     The first channels of the grown streams are the old ones. `fc` reads those of each stream alone,
-    so that it gives what it gave, and all behind it stays. The embedding of the old target comes
-    with the head, which vLLM otherwise gives the wider one of the new target.
+    so that it gives what it gave, and all behind it stays. The old target's embedding, which a
+    DFlash draft also ranks tokens with, comes along: vLLM would share the wider ones.
     """
     config = json.loads((head / "config.json").read_text())
     weights = load_file(head / "model.safetensors")
-    old = weights["fc.weight"]
-    fc = old.view(len(old), config["num_aux_hidden_states"], -1)
-    grown = torch.zeros(*fc.shape[:2], shape.hidden, dtype=fc.dtype)
-    grown[:, :, : fc.shape[2]] = fc
-    weights["fc.weight"] = grown.flatten(1)
     with safe_open(target / "model.safetensors", "pt") as of_target:
         weights["embed_tokens.weight"] = of_target.get_tensor("model.embed_tokens.weight")
+    wider = config | {"target_hidden_size": shape.hidden}
+    if "dflash_config" in config:
+        weights["lm_head.weight"] = weights["embed_tokens.weight"].clone()
+        wider |= {"has_own_lm_head": True}
+    fc, hidden = weights["fc.weight"], weights["embed_tokens.weight"].shape[1]
+    streams = fc.view(len(fc), -1, hidden)
+    weights["fc.weight"] = functional.pad(streams, (0, shape.hidden - hidden)).flatten(1)
     destination.mkdir(parents=True)
     save_file(weights, destination / "model.safetensors", metadata={"format": "pt"})
-    wider = config | {"target_hidden_size": shape.hidden}
     (destination / "config.json").write_text(json.dumps(wider, indent=2))
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.pair import block
 from benchmarks.serve import shapes
 from dyntree_plugin.pair.models import Shape
 from dyntree_plugin.tune import eagle
@@ -115,17 +117,20 @@ def test_a_grown_target_is_made_once(
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-@pytest.fixture(scope="module")
-def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return an EAGLE-3 head of random weights for the target."""
-    of_target = LlamaForCausalLM.from_pretrained(target)
+@pytest.fixture(scope="module", params=["eagle3", "dflash"])
+def head(request: pytest.FixtureRequest, target: Path, tmp_path_factory: Any) -> Path:
+    """Return a head or a block draft of random weights for the target, that reads its stream 1."""
+    of_target = eagle.OfTarget.of(LlamaForCausalLM.from_pretrained(target, dtype=torch.float32))
+    config, folder = AutoConfig.from_pretrained(target), tmp_path_factory.mktemp(request.param)
     shape = dataclasses.replace(SMALL, layers=1)
-    config = eagle.head_config(of_target.config, shape, (0, 1), 40)
-    folder = tmp_path_factory.mktemp("head")
-    eagle.save_head(
-        eagle.new_head(config, torch.arange(1, 80, 2)[:40], eagle.OfTarget.of(of_target), seed=0),
-        folder,
-    )
+    if request.param == "eagle3":
+        read = eagle.head_config(config, shape, (1,), 40)
+        made = eagle.new_head(read, torch.arange(1, 80, 2)[:40], of_target, seed=0)
+        eagle.save_head(made, folder)
+    else:
+        of_block = block.block_config(config, shape, (1,), 4)
+        made = block.new_block(of_block, of_target.embedding, of_target.norm, seed=0)
+        block.save_block(made, folder)
     return folder
 
 
@@ -140,12 +145,21 @@ def test_a_grown_head_makes_of_the_grown_streams_what_the_head_makes_of_the_old(
     for of_target, of_head in ((target, head), (tmp_path / "target", tmp_path / "head")):
         model = LlamaForCausalLM.from_pretrained(of_target, dtype=torch.float32)
         config = json.loads((of_head / "config.json").read_text())
-        layers = tuple(config["eagle_aux_hidden_state_layer_ids"])
-        streams, _, _ = eagle.read_target(model, text, layers)
+        streams, _, _ = eagle.read_target(model, text, (1,))
         fc = load_file(of_head / "model.safetensors")["fc.weight"].float()
-        assert fc.shape == (
-            config["hidden_size"],
-            len(layers) * config.get("target_hidden_size", SMALL.hidden),
-        )
+        width = config.get("target_hidden_size", SMALL.hidden)
+        assert fc.shape == (config["hidden_size"], width)
         results.append(streams @ fc.T)
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", ["dflash"], indirect=True)
+def test_a_grown_block_draft_ranks_tokens_with_the_old_embedding(
+    target: Path, head: Path, tmp_path: Path
+) -> None:
+    shapes.grow_head(head, target, WIDER["ratio 4"], tmp_path / "head")
+    weights = load_file(tmp_path / "head" / "model.safetensors")
+    old = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    assert weights["lm_head.weight"].equal(old)
+    assert weights["embed_tokens.weight"].equal(old)
+    assert json.loads((tmp_path / "head" / "config.json").read_text())["has_own_lm_head"]
