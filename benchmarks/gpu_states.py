@@ -89,7 +89,7 @@ def forecast() -> Iterator[list[str]]:
 
 
 def table() -> str:
-    """Return the table of docs/recurrent.md."""
+    """Return the forecast as a Markdown table."""
     head, *lines = (f"| {' | '.join(row)} |" for row in forecast())
     return "\n".join([head, "|---" * (head.count("|") - 1) + "|", *lines])
 

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_states
 from benchmarks.acceptance import bound, report
 from dyntree_plugin.commands.bench import table
 from dyntree_plugin.commands.bench.results import Result, read
@@ -41,13 +40,6 @@ DRAWN = tuple(
 
 def _acceptance(name: str) -> str:
     return report.markdown_table(_result(name))
-
-
-def _acceptance_of_64() -> str:
-    """Compare the growths with 64 nodes alone."""
-    cells = [line.split("|") for line in _acceptance("acceptance-cpu").splitlines() if "|" in line]
-    shown = [i for i, head in enumerate(cells[0]) if i < 2 or head.endswith(" 64 nodes ")]
-    return "\n".join("|".join(line[i] for i in shown) + "|" for line in cells)
 
 
 def _result(name: str) -> report.Result:
@@ -249,7 +241,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics": names.markdown_table,
     "rules": pairs.markdown_table,
     "acceptance": lambda: _acceptance("acceptance-cpu"),
-    "acceptance_64": _acceptance_of_64,
     "drawn_trees": lambda: report.drawn_markdown([_result(f"{name}-cpu") for name in DRAWN]),
     "bound": lambda: bound.table(_result("bound-cpu")["bounds"]),
     "posterior": lambda: report.posterior_markdown(_result("posterior-cpu")),
@@ -287,7 +278,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens_offload": lambda: _tokens_per_step("tokens-offload"),
     "serve_look_up": lambda: _speed("serve-llama-1b-look-up"),
     "serve_recurrent": lambda: _speed("serve-granite-h-1b"),
-    "gpu_states": gpu_states.table,
 }
 
 
