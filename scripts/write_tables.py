@@ -201,13 +201,16 @@ REASONS = {
 def _recipes() -> str:
     """Say by which method each recipe of vLLM is served, and why its draft or the target is not."""
     groups = json.loads((ROOT / "scripts" / "recipes.json").read_text())
-    lines = ["| recipes | attention | drafts | served |", "|---|---|---|---|"]
+    rows: dict[tuple[str, str], list[str]] = {}
     for each in groups:
         first = each["methods"][0]
         on_cpu, on_cuda = (_served(each[device], first) for device in DEVICES)
         both = on_cpu if on_cpu == on_cuda else f"on a CPU {on_cpu}; on CUDA {on_cuda}"
-        cells = [", ".join(each["recipes"]), each["attention"], f"`{first}`", both]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.setdefault((first, both), []).extend(each["recipes"])
+    lines = ["| recipes | drafts | served |", "|---|---|---|"]
+    lines += [
+        f"| {', '.join(names)} | `{first}` | {both} |" for (first, both), names in rows.items()
+    ]
     counts = [_counted(groups, device) for device in DEVICES]
     every = sum(len(each["recipes"]) for each in groups)
     head = f"Of {every} recipes, {counts[0]} are served on a CPU, and {counts[1]} on CUDA."
