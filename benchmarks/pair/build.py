@@ -79,15 +79,16 @@ def add_draft(
     judge: Callable[..., Any],
     said: dict[str, Any],
     *,
-    root: Path | None,
-    checkpoints: Path | None,
-    prompts: int,
+    root: Path | None = None,
+    checkpoints: Path | None = None,
+    prompts: int = EVALUATION_PROMPTS,
 ) -> dict[str, Any]:
     """Make a draft `name` for `pair`/target, and add it to the pair's provenance.json.
 
     `make` trains, stores and loads the draft; it takes the target, the tokens, the rows that the
     target has written, and the file of the checkpoint. `judge` is as `evaluate.head_agreement`.
-    `said` is the recipe in the new entry of provenance.json, which is returned.
+    `said` is the recipe in the new entry of provenance.json, which is returned. `root` and
+    `checkpoints` are those of `build`.
 
     Raises:
         ValueError: if `text` asks for tests and the library has none.

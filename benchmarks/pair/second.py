@@ -9,27 +9,17 @@ from typing import Any
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.pair import evaluate, train
-from benchmarks.pair.build import EVALUATION_PROMPTS, add_draft, of_text
+from benchmarks.pair.build import add_draft, of_text
 from dyntree_plugin.pair import models
 
 NAME = "second_draft"
 
 
-def add_second_draft(
-    pair: Path,
-    recipe: train.Recipe,
-    *,
-    root: Path | None = None,
-    checkpoints: Path | None = None,
-    prompts: int = EVALUATION_PROMPTS,
-) -> dict[str, Any]:
-    """Distil `pair`/second_draft from `pair`/target, and add it to the pair's provenance.json.
+def add_second_draft(pair: Path, recipe: train.Recipe, **where: Any) -> dict[str, Any]:
+    """Distil `pair`/second_draft from `pair`/target, and add it as `add_draft` does.
 
-    Of `recipe`, the vocabulary and the target are the stored pair's and must not differ. `root` and
-    `checkpoints` are those of `build`. Returns the new entry of provenance.json.
-
-    Raises:
-        ValueError: if the recipe asks for tests and the library has none.
+    Of `recipe`, the vocabulary and the target are the stored pair's and must not differ. `where`:
+    what `add_draft` takes by name.
     """
 
     def make(target: Any, tokens: Any, written: Any, checkpoint: Any) -> LlamaForCausalLM:
@@ -39,7 +29,5 @@ def add_second_draft(
             shutil.copy(pair / "target" / file, pair / NAME / file)
         return models.load(pair / NAME)
 
-    return add_draft(
-        pair, NAME, recipe, make, evaluate.agreement, of_text(recipe, "draft", "draft_schedule"),
-        root=root, checkpoints=checkpoints, prompts=prompts,
-    )  # fmt: skip
+    said = of_text(recipe, "draft", "draft_schedule")
+    return add_draft(pair, NAME, recipe, make, evaluate.agreement, said, **where)

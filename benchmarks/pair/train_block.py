@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.pair import evaluate, train
 from benchmarks.pair.block import Block, block_config, load_block, new_block, save_block
-from benchmarks.pair.build import EVALUATION_PROMPTS, add_draft, of_text
+from benchmarks.pair.build import add_draft, of_text
 from dyntree_plugin.pair import models
 from dyntree_plugin.tune.eagle import OfTarget, read_target
 from dyntree_plugin.tune.optimize import Batch, Schedule
@@ -41,28 +41,15 @@ class BlockRecipe:
     schedule: Schedule = field(default_factory=lambda: Schedule(steps=850, peak=5e-3, decay=0.4))
 
 
-def add_block(
-    pair: Path,
-    recipe: BlockRecipe,
-    *,
-    root: Path | None = None,
-    checkpoints: Path | None = None,
-    prompts: int = EVALUATION_PROMPTS,
-) -> dict[str, Any]:
-    """Train `pair`/dflash for `pair`/target, and add it to the pair's provenance.json.
-
-    `root` and `checkpoints` are those of `build`. Returns the new entry of provenance.json.
-    """
+def add_block(pair: Path, recipe: BlockRecipe, **where: Any) -> dict[str, Any]:
+    """Train `pair`/dflash for `pair`/target, and add it as `add_draft` does, with `where`."""
 
     def make(target: Any, tokens: Any, written: Any, checkpoint: Any) -> Block:
         save_block(train_block(target, tokens, written, recipe, checkpoint), pair / NAME)
         return load_block(pair / NAME, target.get_input_embeddings().weight)
 
-    return add_draft(
-        pair, NAME, recipe.text, make, evaluate.block_agreement,
-        asdict(recipe) | {"text": of_text(recipe.text)},
-        root=root, checkpoints=checkpoints, prompts=prompts,
-    )  # fmt: skip
+    said = asdict(recipe) | {"text": of_text(recipe.text)}
+    return add_draft(pair, NAME, recipe.text, make, evaluate.block_agreement, said, **where)
 
 
 def train_block(

@@ -11,7 +11,7 @@ from torch.nn.functional import log_softmax
 from transformers import LlamaForCausalLM
 
 from benchmarks.pair import evaluate, train
-from benchmarks.pair.build import EVALUATION_PROMPTS, add_draft, of_text
+from benchmarks.pair.build import add_draft, of_text
 from dyntree_plugin.pair import models
 from dyntree_plugin.tune import head as tune
 from dyntree_plugin.tune.eagle import (
@@ -49,28 +49,15 @@ class HeadRecipe:
     schedule: Schedule = field(default_factory=lambda: Schedule(steps=3000, peak=5e-3, decay=0.4))
 
 
-def add_head(
-    pair: Path,
-    recipe: HeadRecipe,
-    *,
-    root: Path | None = None,
-    checkpoints: Path | None = None,
-    prompts: int = EVALUATION_PROMPTS,
-) -> dict[str, Any]:
-    """Train `pair`/eagle3 for `pair`/target, and add it to the pair's provenance.json.
-
-    `root` and `checkpoints` are those of `build`. Returns the new entry of provenance.json.
-    """
+def add_head(pair: Path, recipe: HeadRecipe, **where: Any) -> dict[str, Any]:
+    """Train `pair`/eagle3 for `pair`/target, and add it as `add_draft` does, with `where`."""
 
     def make(target: Any, tokens: Any, written: Any, checkpoint: Any) -> Head:
         save_head(train_head(target, tokens, written, recipe, checkpoint), pair / NAME)
         return load_head(pair / NAME)
 
-    return add_draft(
-        pair, NAME, recipe.text, make, evaluate.head_agreement,
-        asdict(recipe) | {"text": of_text(recipe.text)},
-        root=root, checkpoints=checkpoints, prompts=prompts,
-    )  # fmt: skip
+    said = asdict(recipe) | {"text": of_text(recipe.text)}
+    return add_draft(pair, NAME, recipe.text, make, evaluate.head_agreement, said, **where)
 
 
 def train_head(

@@ -31,7 +31,7 @@ def markdown_table(result: Result) -> str:
             "|---|" + "---:|" * len(columns),
         ]
         for row in rows(result, cell):
-            texts = [f"{text} (loses)" if lost else text for text, lost in _cells(result, row)]
+            texts = [f"{text} (loses)" if lost else text for text, lost in row_cells(result, row)]
             lines.append(f"| {row.series.engine} | {' | '.join(texts)} |")
         lines += ["", *(f"{line}\n" for line in remarks(result, cell))]
     lines += [f"- {note}" for note in result.notes]
@@ -49,7 +49,7 @@ def has_trees(result: Result, row: Row) -> bool:
     return "tree" in result.engine(row.series.engine).kind
 
 
-def _cells(result: Result, row: Row) -> Iterator[tuple[str, bool]]:
+def row_cells(result: Result, row: Row) -> Iterator[tuple[str, bool]]:
     """Yield the text of every column, and whether it is a loss."""
     yield NONE if row.tokens_per_step is None else f"{row.tokens_per_step:.2f}", False
     yield f"{row.step_ms.median:.1f}" if row.step_ms.median else NONE, False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich import box
@@ -13,14 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dyntree_plugin.commands.bench.results import Cell, Result
-from dyntree_plugin.commands.bench.summary import Row, Spread, rows
-from dyntree_plugin.commands.bench.table import (
-    NONE,
-    has_trees,
-    loses,
-    remarks,
-    with_spread,
-)
+from dyntree_plugin.commands.bench.summary import rows
+from dyntree_plugin.commands.bench.table import NONE, has_trees, remarks, row_cells
 
 _UNLIMITED = 10_000
 """More characters than a line has."""
@@ -42,6 +36,11 @@ _LAYOUTS = (
     _Layout(26, ranges=False, steps=False),
 )  # fmt: skip
 """From the widest to the narrowest."""
+
+
+_OF_STEPS = ("tokens\n/step", "ms\n/step", "tokens\n/s")
+_HEADINGS = (*_OF_STEPS[:2], "ms\n/token", _OF_STEPS[2], "speed-up", "× best\nchain")
+"""Of the columns of `row_cells`, but the last."""
 
 
 def show(console: Console, result: Result) -> None:
@@ -77,40 +76,17 @@ def _table(result: Result, cell: Cell, layout: _Layout) -> Table:
     table.add_column()
     shown = rows(result, cell)
     columns: list[list[Text]] = []
-    for heading, value in _columns(result, layout):
-        texts = [value(row) for row in shown]
-        if any(text.plain != NONE for text in texts):
+    by_column = zip(*(row_cells(result, row) for row in shown), strict=True)
+    for heading, found in zip(_HEADINGS, by_column, strict=False):
+        texts = [text if layout.ranges else text.partition(" ±")[0] for text, _ in found]
+        if set(texts) != {NONE} and (layout.steps or heading not in _OF_STEPS):
             table.add_column(heading, justify="right", no_wrap=True)
-            columns.append(texts)
+            marked = zip(texts, found, strict=True)
+            columns.append([Text(text, "red" if lost else "") for text, (_, lost) in marked])
     for row, *values in zip(shown, *columns, strict=True):
         name = _name(row.series.engine, layout.name)
         table.add_row(name, *values, style="bold" if has_trees(result, row) else None)
     return table
-
-
-def _columns(result: Result, layout: _Layout) -> Iterator[tuple[str, Callable[[Row], Text]]]:
-    """Yield the heading of every column, and a function for its value in a row."""
-
-    def ratio(spread: Spread | None, counts: bool) -> Text:
-        if spread is None:
-            return Text(NONE)
-        middle = Spread.of([spread.median])
-        text = with_spread(spread if layout.ranges else middle)
-        return Text(text, style="red" if counts and loses(spread) else "")
-
-    if layout.steps:
-        yield "tokens\n/step", lambda row: _number(row.tokens_per_step, 2)
-        yield "ms\n/step", lambda row: _number(row.step_ms.median, 1)
-    yield "ms\n/token", lambda row: _number(row.tpot_ms.median, 2)
-    if layout.steps:
-        yield "tokens\n/s", lambda row: _number(row.tokens_per_second.median, 1)
-    yield "speed-up", lambda row: ratio(row.over_first, True)
-    # All chains but the best are slower than the best.
-    yield "× best\nchain", lambda row: ratio(row.over_chain, has_trees(result, row))
-
-
-def _number(value: float | None, digits: int) -> Text:
-    return Text(f"{value:.{digits}f}" if value else NONE)
 
 
 def _name(name: str, most: int) -> str:
