@@ -52,9 +52,9 @@ class DynTreeOptions(BaseModel):
         default=None,
         ge=1,
         le=MOST_NODES,
-        description="Most nodes in one request's tree, which are the draft tokens that the target "
-        "verifies in a step. At most num_speculative_tokens; with a block draft (method dflash or "
-        "dspark, or parallel_drafting) that is the length of the block, and no limit.",
+        description="Most nodes in one request's tree: the draft tokens that the target verifies "
+        "in a step. At most num_speculative_tokens, unless a block draft (method dflash or dspark, "
+        "or parallel_drafting) has that as the length of its block.",
         json_schema_extra={
             "derived": f"num_speculative_tokens; with a block draft at least {BLOCK_NODES}"
         },
@@ -63,8 +63,7 @@ class DynTreeOptions(BaseModel):
         default=None,
         description="adaptive chooses for each step the number of nodes to verify and of draft "
         "forwards that should make the most tokens per second. It measures at start-up what rows "
-        "cost, in 4 to 8 s, and corrects that while serving. fixed verifies every tree whole. The "
-        "output is the same either way.",
+        "cost, in 4 to 8 s, and corrects that while serving. fixed verifies every tree whole.",
         json_schema_extra={
             "derived": "adaptive with growth topk and rule match; else only fixed is allowed"
         },
@@ -95,8 +94,8 @@ class DynTreeOptions(BaseModel):
     lookup: Switch | None = Field(
         default=None,
         description="For growth topk: also propose what followed earlier occurrences of the text's "
-        "last tokens in the request. This needs no draft forward. The output is the same either "
-        "way. With method ngram or ngram_gpu all candidates come from there.",
+        "last tokens in the request, without a draft forward. With method ngram or ngram_gpu all "
+        "candidates come from there.",
         json_schema_extra={"derived": "on with growth topk; else only off is allowed"},
     )
     width: int | None = Field(
@@ -119,15 +118,13 @@ class DynTreeOptions(BaseModel):
     coupling: Switch = Field(
         default="on",
         description="At temperature > 0, rank candidates with the target sampler's noise, so that "
-        "the tree likely holds the token that the target will draw. The output is the same either "
-        "way; off is for comparison.",
+        "the tree likely holds the token that the target will draw; off is for comparison.",
     )
 
     calibration: Switch = Field(
         default="on",
         description="Learn while serving how often the target takes a candidate of a given draft "
-        "score, and value nodes by that; off values them by the draft's probability. The output is "
-        "the same either way.",
+        "score, and value nodes by that; off values them by the draft's probability.",
     )
     exactness: Exactness | None = Field(
         default=None,
@@ -135,9 +132,8 @@ class DynTreeOptions(BaseModel):
         "speculation: its tokens, or its distribution alone. distribution is for growth topk: such "
         f"a request gets a chain that is drawn from the draft, or, with {LEAST_DRAWN_TREE} or more "
         "nodes on a CPU, a drawn tree. At temperature 1 both emitted more tokens per step than "
-        "trees of the same size. Greedy requests get the same tokens either way. The draft's "
-        "distributions are stored (of a chain max_forwards times the vocabulary, of a tree about "
-        "width times as much, in fp32, per request slot).",
+        "trees of the same size. The draft's distributions are stored (of a chain max_forwards "
+        "times the vocabulary, of a tree about width times as much, in fp32, per request slot).",
         json_schema_extra={"derived": f"tokens, or with {DRAWN} distribution where it is served"},
     )
     min_value: float | None = Field(
@@ -155,7 +151,7 @@ class DynTreeOptions(BaseModel):
         max_length=MOST_FURTHER_DRAFTS,
         description="Further draft models. Trees grow from the mixture of all distributions; "
         "growth expansion merges a tree of each. Each must meet the conditions of the first, and "
-        "runs in every draft forward. This pays if they are right where the first is wrong.",
+        "runs in every draft forward.",
         json_schema_extra={"derived": "none: one draft"},
     )
     growth: str = Field(

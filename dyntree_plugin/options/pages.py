@@ -19,7 +19,8 @@ def help_text() -> str:
     ]
     return (
         "Speculate with a dynamic token tree. The value is a JSON object of options, {} for the "
-        "defaults. Needs a draft_model or ngram in --speculative-config.\n\n" + "\n".join(lines)
+        "defaults. Needs a --speculative-config. Only exactness, and rule, which follows "
+        "from growth, change which tokens are emitted.\n\n" + "\n".join(lines)
     )
 
 
