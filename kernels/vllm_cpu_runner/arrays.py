@@ -32,17 +32,6 @@ def numpys(*tensors: torch.Tensor) -> tuple[npt.NDArray[Any], ...]:
     return tuple(tensor.numpy() for tensor in tensors)
 
 
-def float32_rows(kernel: str, logits: torch.Tensor) -> npt.NDArray[np.float32]:
-    """Return a view of the logits, which the ``kernel`` edits in place.
-
-    Raises:
-        TypeError: if the logits are not float32, as the sampler's copy of them is.
-    """
-    if logits.dtype != torch.float32:
-        raise TypeError(f"{kernel}: the logits are {logits.dtype}, but must be float32")
-    return logits.numpy()
-
-
 @intrinsic
 def int32_pointer(typing_context, address):
     """Convert an address to a pointer to int32, in compiled code."""

@@ -8,16 +8,11 @@ one row stride per group.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from numba import carray
 
 from dyntree_kernels.cpu.compiled import compiled
 from vllm_cpu_runner.arrays import int32_pointer, numpys
 from vllm_cpu_runner.registry import implements
-
-if TYPE_CHECKING:
-    import torch
 
 
 @compiled
@@ -41,54 +36,57 @@ def _write_group_rows(addresses, strides, indices, starts, contents, cu_lens, gr
         begin = cu_lens[i]
 
 
-@implements("buffer_utils._apply_write_kernel")
+@implements("buffer_utils._apply_write_kernel", "MULTI_GROUP")
 def apply_write(
-    output_ptr: torch.Tensor, output_stride: torch.Tensor | int, write_indices_ptr: torch.Tensor,
-    write_starts_ptr: torch.Tensor, write_contents_ptr: torch.Tensor,
-    write_cu_lens_ptr: torch.Tensor, write_group_ids_ptr: torch.Tensor | None, BLOCK_SIZE: int,
-    MULTI_GROUP: bool,
-) -> None:  # fmt: skip
-    writes = (
-        write_indices_ptr.numpy(),
-        write_starts_ptr.numpy(),
-        write_contents_ptr.numpy(),
-        write_cu_lens_ptr.numpy(),
-    )
-    if write_group_ids_ptr is None or isinstance(output_stride, int):
-        _write_rows(output_ptr.view(-1).numpy(), output_stride, *writes)
+    output, output_stride, write_indices, write_starts, write_contents, write_cu_lens,
+    write_group_ids,
+):  # fmt: skip
+    writes = numpys(write_indices, write_starts, write_contents, write_cu_lens)
+    if write_group_ids is None or isinstance(output_stride, int):
+        _write_rows(output.view(-1).numpy(), output_stride, *writes)
     else:
-        strides = output_stride.numpy()
-        _write_group_rows(output_ptr.numpy(), strides, *writes, write_group_ids_ptr.numpy())
+        _write_group_rows(*numpys(output, output_stride), *writes, write_group_ids.numpy())
 
 
+@implements("block_table._gather_block_tables_kernel", "num_reqs")
 @compiled
-def _gather(requests, sources, targets, strides, num_blocks):
-    for group in range(strides.shape[0]):
-        stride = strides[group]
-        for row in range(requests.shape[0]):
-            request = requests[row]
-            length = num_blocks[group, request]
-            source = carray(int32_pointer(sources[group]), (request + 1) * stride)
-            target = carray(int32_pointer(targets[group]), (row + 1) * stride)
-            for i in range(length):
-                target[row * stride + i] = source[request * stride + i]
-
-
-@implements("block_table._gather_block_tables_kernel")
 def gather_block_tables(
-    batch_idx_to_req_idx: torch.Tensor, src_block_table_ptrs: torch.Tensor,
-    dst_block_table_ptrs: torch.Tensor, block_table_strides: torch.Tensor,
-    num_blocks_ptr: torch.Tensor, num_blocks_stride: int, num_reqs: int, BLOCK_SIZE: int,
-) -> None:  # fmt: skip
+    batch_idx_to_req_idx, src_block_table_ptrs, dst_block_table_ptrs, block_table_strides,
+    num_blocks,
+):  # fmt: skip
     """Copy the block tables of the batch's requests to the batch's rows.
 
     vLLM's kernel also zeroes the rows that pad a CUDA graph; a batch on the CPU has none.
     """
-    _gather(
+    for group in range(block_table_strides.shape[0]):
+        stride = block_table_strides[group]
+        for row in range(batch_idx_to_req_idx.shape[0]):
+            request = batch_idx_to_req_idx[row]
+            length = num_blocks[group, request]
+            source = carray(int32_pointer(src_block_table_ptrs[group]), (request + 1) * stride)
+            target = carray(int32_pointer(dst_block_table_ptrs[group]), (row + 1) * stride)
+            for i in range(length):
+                target[row * stride + i] = source[request * stride + i]
+
+
+@implements(
+    "block_table._compute_slot_mappings_kernel",
+    "max_num_tokens dcp_sharded cp_rank CP_INTERLEAVE",
+)
+def compute_slot_mappings(
+    idx_mapping, query_start_loc, pos, block_table_ptrs, block_table_strides, block_sizes,
+    slot_mapping_enabled, slot_mappings, CP_SIZE, PAD_ID,
+):  # fmt: skip
+    if CP_SIZE != 1:
+        raise NotImplementedError(
+            f"context parallelism of size {CP_SIZE} is not supported by the CPU model runner"
+        )
+    _slots(
         *numpys(
-            batch_idx_to_req_idx, src_block_table_ptrs, dst_block_table_ptrs, block_table_strides,
-            num_blocks_ptr,
+            idx_mapping, query_start_loc, pos, block_table_ptrs, block_table_strides, block_sizes,
+            slot_mapping_enabled, slot_mappings,
         ),
+        PAD_ID,
     )  # fmt: skip
 
 
@@ -115,24 +113,3 @@ def _slots(
                     row[token] = block * size + positions[token] % size
                 else:
                     row[token] = pad
-
-
-@implements("block_table._compute_slot_mappings_kernel")
-def compute_slot_mappings(
-    max_num_tokens: int, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor,
-    pos: torch.Tensor, block_table_ptrs: torch.Tensor, block_table_strides: torch.Tensor,
-    block_sizes: torch.Tensor, slot_mapping_enabled: torch.Tensor, dcp_sharded: torch.Tensor,
-    slot_mappings_ptr: torch.Tensor, slot_mappings_stride: int, cp_rank: int, CP_SIZE: int,
-    CP_INTERLEAVE: int, PAD_ID: int, TRITON_BLOCK_SIZE: int,
-) -> None:  # fmt: skip
-    if CP_SIZE != 1:
-        raise NotImplementedError(
-            f"context parallelism of size {CP_SIZE} is not supported by the CPU model runner"
-        )
-    _slots(
-        *numpys(
-            idx_mapping, query_start_loc, pos, block_table_ptrs, block_table_strides, block_sizes,
-            slot_mapping_enabled, slot_mappings_ptr,
-        ),
-        PAD_ID,
-    )  # fmt: skip

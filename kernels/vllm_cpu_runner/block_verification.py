@@ -35,70 +35,55 @@ def _accumulate(
             log_ratios[row] = log_ratio
 
 
-@implements("spec_decode.rejection_sampler_utils._compute_cumulative_log_p_kernel")
+@implements(
+    "spec_decode.rejection_sampler_utils._compute_cumulative_log_p_kernel",
+    "vocab_num_blocks HAS_DRAFT_LOGITS",
+)
 def cumulative_log_ratios(
-    cumulative_log_p_ptr: torch.Tensor, target_logits_ptr: torch.Tensor, target_logits_stride: int,
-    target_local_max_ptr: torch.Tensor, target_local_max_stride: int,
-    target_local_sumexp_ptr: torch.Tensor, target_local_sumexp_stride: int,
-    draft_sampled_ptr: torch.Tensor, draft_logits_ptr: torch.Tensor | None,
-    draft_logits_stride_0: int, draft_logits_stride_1: int, draft_local_max_ptr: torch.Tensor,
-    draft_local_max_stride: int, draft_local_sumexp_ptr: torch.Tensor,
-    draft_local_sumexp_stride: int, cu_num_logits_ptr: torch.Tensor, idx_mapping_ptr: torch.Tensor,
-    temp_ptr: torch.Tensor, vocab_num_blocks: int, PADDED_VOCAB_NUM_BLOCKS: int,
-    HAS_DRAFT_LOGITS: bool,
+    cumulative_log_p: torch.Tensor, target_logits: torch.Tensor, target_local_max: torch.Tensor,
+    target_local_sumexp: torch.Tensor, draft_sampled: torch.Tensor,
+    draft_logits: torch.Tensor | None, draft_local_max: torch.Tensor,
+    draft_local_sumexp: torch.Tensor, cu_num_logits: torch.Tensor, idx_mapping: torch.Tensor,
+    temp: torch.Tensor,
 ) -> None:  # fmt: skip
+    sums = Sums(target_local_max, target_local_sumexp, draft_local_max, draft_local_sumexp)
     of_target, of_draft = drafted_log_probs(
-        target_logits_ptr,
-        draft_logits_ptr,
-        Sums(
-            target_local_max_ptr,
-            target_local_sumexp_ptr,
-            draft_local_max_ptr,
-            draft_local_sumexp_ptr,
-        ),
-        draft_sampled_ptr,
-        cu_num_logits_ptr,
-        idx_mapping_ptr,
-        temp_ptr,
+        target_logits, draft_logits, sums, draft_sampled, cu_num_logits, idx_mapping, temp
     )
     _accumulate(
         *numpys(
-            cumulative_log_p_ptr, of_target, of_draft, draft_sampled_ptr, cu_num_logits_ptr,
-            idx_mapping_ptr, temp_ptr,
-        ),
-    )  # fmt: skip
+            cumulative_log_p, of_target, of_draft, draft_sampled, cu_num_logits, idx_mapping, temp
+        )
+    )
 
 
-@implements("spec_decode.rejection_sampler_utils._compute_local_residual_mass_kernel")
+@implements(
+    "spec_decode.rejection_sampler_utils._compute_local_residual_mass_kernel",
+    "vocab_num_blocks",
+)
 def local_residual_mass(
-    local_residual_mass_ptr: torch.Tensor, local_residual_mass_stride: int,
-    cumulative_log_p_ptr: torch.Tensor, target_logits_ptr: torch.Tensor, target_logits_stride: int,
-    target_local_max_ptr: torch.Tensor, target_local_max_stride: int,
-    target_local_sumexp_ptr: torch.Tensor, target_local_sumexp_stride: int,
-    draft_logits_ptr: torch.Tensor, draft_logits_stride_0: int, draft_logits_stride_1: int,
-    draft_local_max_ptr: torch.Tensor, draft_local_max_stride: int,
-    draft_local_sumexp_ptr: torch.Tensor, draft_local_sumexp_stride: int,
-    draft_sampled_ptr: torch.Tensor, expanded_idx_mapping_ptr: torch.Tensor,
-    expanded_local_pos_ptr: torch.Tensor, temp_ptr: torch.Tensor, vocab_size: int,
-    num_speculative_steps: int, vocab_num_blocks: int, BLOCK_SIZE: int,
-    PADDED_VOCAB_NUM_BLOCKS: int,
+    local_residual_mass: torch.Tensor, cumulative_log_p: torch.Tensor, target_logits: torch.Tensor,
+    target_local_max: torch.Tensor, target_local_sumexp: torch.Tensor, draft_logits: torch.Tensor,
+    draft_local_max: torch.Tensor, draft_local_sumexp: torch.Tensor, draft_sampled: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor, expanded_local_pos: torch.Tensor, temp: torch.Tensor,
+    vocab_size: int, num_speculative_steps: int, BLOCK_SIZE: int,
 ) -> None:  # fmt: skip
     """Sum the residual of each row that verifies a draft after the first, per block."""
-    verifies = (expanded_local_pos_ptr > 0) & (expanded_local_pos_ptr < num_speculative_steps)
-    verifies &= (draft_sampled_ptr.roll(-1) >= 0) & (temp_ptr[expanded_idx_mapping_ptr] != 0)
+    verifies = (expanded_local_pos > 0) & (expanded_local_pos < num_speculative_steps)
+    verifies &= (draft_sampled.roll(-1) >= 0) & (temp[expanded_idx_mapping] != 0)
     verifies[-1] = False
     rows = verifies.nonzero().view(-1)
     if not rows.numel():
         return
-    requests, steps = expanded_idx_mapping_ptr[rows], expanded_local_pos_ptr[rows].long()
-    target = target_logits_ptr[rows, :vocab_size].to(torch.float32)
-    target -= log_sums(target_local_max_ptr, target_local_sumexp_ptr, rows)
-    draft = scaled_draft(draft_logits_ptr[..., :vocab_size], requests, steps, temp_ptr)
-    draft -= log_sums(draft_local_max_ptr, draft_local_sumexp_ptr, rows)
-    ratios = cumulative_log_p_ptr[rows - 1].exp().unsqueeze(1)
+    requests, steps = expanded_idx_mapping[rows], expanded_local_pos[rows].long()
+    target = target_logits[rows, :vocab_size].to(torch.float32)
+    target -= log_sums(target_local_max, target_local_sumexp, rows)
+    draft = scaled_draft(draft_logits[..., :vocab_size], requests, steps, temp)
+    draft -= log_sums(draft_local_max, draft_local_sumexp, rows)
+    ratios = cumulative_log_p[rows - 1].exp().unsqueeze(1)
     residual = target.exp_().mul_(ratios).sub_(draft.exp_()).clamp_(min=0)
     for column, part in enumerate(blocks(residual, BLOCK_SIZE)):
-        local_residual_mass_ptr[rows, column] = part.sum(1)
+        local_residual_mass[rows, column] = part.sum(1)
 
 
 def log_ratios_before(

@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator
 
 from dyntree_kernels.cpu import gumbel
+from vllm_cpu_runner.arrays import numpys
 from vllm_cpu_runner.constraints import apply_grammar_bitmask
 from vllm_cpu_runner.drafting import flatten_sampled, prepare_draft_prefill
 from vllm_cpu_runner.recurrent import zero_kv_blocks
@@ -113,9 +114,7 @@ def _logits_processors() -> None:
     )
     padded = torch.zeros(2, _VOCAB + 1)  # a model's logits may be a slice of padded ones
     for rows in (logits, logits.bfloat16(), padded[:, :-1], padded.bfloat16()[:, :-1]):
-        apply_grammar_bitmask(
-            rows, _VOCAB, _int32(0), _int32(0, 1), mask, 1, _VOCAB, MASK_STRIDE=1, BLOCK_SIZE=0
-        )
+        apply_grammar_bitmask(rows, _int32(0), _int32(0, 1), mask, MASK_STRIDE=1)
 
 
 def _logprobs() -> None:
@@ -133,13 +132,16 @@ def _logprobs() -> None:
 def _drafting() -> None:
     requests, starts, one = _int64(0), _int32(0, 1), _int32(1)
     prepare_draft_prefill(
-        _int32(0), _int64(0), one, requests, _int32(0, 0), _int64(0, 0), _int64(0), _int32(0, 0),
-        _int32(0), starts, one, _int32(0), max_num_reqs=1, max_model_len=1, BLOCK_SIZE=0,
+        *numpys(
+            _int32(0), _int64(0), one, requests, _int32(0, 0), _int64(0, 0), _int64(0),
+            _int32(0, 0), _int32(0), starts, one, _int32(0),
+        ),
+        1, 1,
     )  # fmt: skip
     rejection_sampler.gather_draft_sampled(
         _int32(0), _int64(0), _int64(0), requests, _int32(0), one
     )
-    flatten_sampled(_int64(0), _int64(0).view(1, 1), 1, one, starts)
+    flatten_sampled(*numpys(_int64(0), _int64(0).view(1, 1), one, starts))
 
 
 def _target_dependent() -> None:
@@ -148,7 +150,7 @@ def _target_dependent() -> None:
     prepare_prefill(
         _int64(0), torch.tensor(0), buffers.input_ids, buffers.positions, buffers.query_start_loc,
         buffers.seq_lens, _int32(0), _int64(0), requests, _int64(0).view(1, 1),
-        _int32(0).view(1, 1), one, zero, _int32(0, 1), one, max_num_reqs=1, BLOCK_SIZE=0,
+        _int32(0).view(1, 1), one, zero, _int32(0, 1), one, max_num_reqs=1,
     )  # fmt: skip
     drafted, hidden = _int64(0, 0).view(1, 2), torch.zeros(1, 1)
     shared = (buffers, _int64(0))
@@ -174,4 +176,4 @@ def _rejection() -> None:
 
 def _clearing() -> None:
     one = _int64(1)
-    zero_kv_blocks(one.to(torch.uint64), one, one, one[:0], 1)
+    zero_kv_blocks(*numpys(one.to(torch.uint64), one, one, one[:0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from vllm.logger import init_logger
 
@@ -50,13 +51,15 @@ def install() -> None:
     importlib.import_module("dyntree_kernels.cpu.threads")
     from vllm_cpu_runner.block_drafting import normalize_by_layer
     from vllm_cpu_runner.refused import REFUSED
-    from vllm_cpu_runner.registry import IMPLEMENTATIONS, RUNNER, check_arguments, refuse
+    from vllm_cpu_runner.registry import IMPLEMENTATIONS, RUNNER, refuse
 
     for module in _MODULES:
         importlib.import_module(f"vllm_cpu_runner.{module}")
-    pending = {k: v for k, v in IMPLEMENTATIONS.items() if k not in dispatcher._registry}
-    for name, implementation in pending.items():
-        check_arguments(name, implementation)
+    pending: dict[str, Any] = {
+        name: each for name, each in IMPLEMENTATIONS.items() if name not in dispatcher._registry
+    }
+    for implementation in pending.values():
+        implementation.bind()
     if not hasattr(triton, "next_power_of_2"):
         triton.next_power_of_2 = _next_power_of_2
     for feature, kernels in REFUSED.items():

@@ -7,91 +7,56 @@ from __future__ import annotations
 import torch
 
 from dyntree_kernels.cpu.compiled import compiled
-from vllm_cpu_runner.arrays import numpys
 from vllm_cpu_runner.registry import implements
 
 
-@implements("sample.logprob._topk_log_softmax_kernel")
-def topk_log_softmax(
-    output_ptr: torch.Tensor, logits_ptr: torch.Tensor, logits_stride: int,
-    topk_ids_ptr: torch.Tensor, topk_ids_stride: int, topk: int, vocab_size: int, BLOCK_SIZE: int,
-    TOPK_BLOCK_SIZE: int,
-) -> None:  # fmt: skip
-    logits = logits_ptr.to(torch.float32)
+@implements("sample.logprob._topk_log_softmax_kernel", "topk vocab_size")
+def topk_log_softmax(output: torch.Tensor, logits: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    logits = logits.to(torch.float32)
     row_max = logits.amax(1, keepdim=True)
     log_sum = (logits - row_max).exp_().sum(1, keepdim=True).log_()
-    torch.sub(logits.gather(1, topk_ids_ptr) - row_max, log_sum, out=output_ptr)
+    torch.sub(logits.gather(1, topk_ids) - row_max, log_sum, out=output)
 
 
-@implements("sample.logprob._ranks_kernel")
-def ranks(
-    output_ptr: torch.Tensor, logits_ptr: torch.Tensor, logits_stride: int,
-    token_ids_ptr: torch.Tensor, vocab_size: int, BLOCK_SIZE: int,
-) -> None:  # fmt: skip
-    selected = logits_ptr.gather(1, token_ids_ptr.to(torch.int64).unsqueeze(1))
-    torch.sum(logits_ptr >= selected, 1, out=output_ptr)
+@implements("sample.logprob._ranks_kernel", "vocab_size")
+def ranks(output: torch.Tensor, logits: torch.Tensor, token_ids: torch.Tensor) -> None:
+    selected = logits.gather(1, token_ids.to(torch.int64).unsqueeze(1))
+    torch.sum(logits >= selected, 1, out=output)
 
 
+@implements("sample.logprob._fill_logprob_token_ids_kernel", "PADDED_COLS")
 @compiled
-def _fill_ids(out, valid, sampled, topk, requests, num_custom, custom, num_topk):
-    for row in range(out.shape[0]):
-        out[row, 0] = sampled[row]
-        valid[row, 0] = True
-        request = requests[row]
-        count = num_custom[request]
+def fill_logprob_token_ids(
+    out_token_ids, out_valid_mask, sampled_token_ids, topk_indices, expanded_idx_mapping,
+    num_per_req_token_ids, per_req_token_ids, NUM_TOPK,
+):  # fmt: skip
+    for row in range(out_token_ids.shape[0]):
+        out_token_ids[row, 0] = sampled_token_ids[row]
+        out_valid_mask[row, 0] = True
+        request = expanded_idx_mapping[row]
+        count = num_per_req_token_ids[request]
         if count > 0:
             for i in range(count):
-                out[row, 1 + i] = custom[request, i]
-                valid[row, 1 + i] = True
+                out_token_ids[row, 1 + i] = per_req_token_ids[request, i]
+                out_valid_mask[row, 1 + i] = True
         else:
-            for i in range(num_topk):
-                out[row, 1 + i] = topk[row, i]
-                valid[row, 1 + i] = True
-
-
-@implements("sample.logprob._fill_logprob_token_ids_kernel")
-def fill_logprob_token_ids(
-    out_token_ids_ptr: torch.Tensor, out_token_ids_stride: int, out_valid_mask_ptr: torch.Tensor,
-    out_valid_mask_stride: int, sampled_token_ids_ptr: torch.Tensor, topk_indices_ptr: torch.Tensor,
-    topk_indices_stride: int, expanded_idx_mapping_ptr: torch.Tensor,
-    num_per_req_token_ids_ptr: torch.Tensor, per_req_token_ids_ptr: torch.Tensor,
-    per_req_token_ids_stride: int, NUM_TOPK: int, PADDED_COLS: int,
-) -> None:  # fmt: skip
-    _fill_ids(
-        *numpys(
-            out_token_ids_ptr, out_valid_mask_ptr, sampled_token_ids_ptr, topk_indices_ptr,
-            expanded_idx_mapping_ptr, num_per_req_token_ids_ptr, per_req_token_ids_ptr,
-        ),
-        NUM_TOPK,
-    )  # fmt: skip
-
-
-@compiled
-def _next_prompt_ids(out, query_start_loc, requests, computed, token_ids):
-    for i in range(requests.shape[0]):
-        request = requests[i]
-        first = query_start_loc[i]
-        for j in range(query_start_loc[i + 1] - first):
-            out[first + j] = token_ids[request, computed[request] + 1 + j]
+            for i in range(NUM_TOPK):
+                out_token_ids[row, 1 + i] = topk_indices[row, i]
+                out_valid_mask[row, 1 + i] = True
 
 
 @implements("sample.prompt_logprob._prompt_logprobs_token_ids_kernel")
+@compiled
 def prompt_logprobs_token_ids(
-    prompt_logprobs_token_ids_ptr: torch.Tensor, query_start_loc_ptr: torch.Tensor,
-    idx_mapping_ptr: torch.Tensor, num_computed_tokens_ptr: torch.Tensor,
-    all_token_ids_ptr: torch.Tensor, all_token_ids_stride: int, BLOCK_SIZE: int,
-) -> None:  # fmt: skip
-    _next_prompt_ids(
-        *numpys(
-            prompt_logprobs_token_ids_ptr, query_start_loc_ptr, idx_mapping_ptr,
-            num_computed_tokens_ptr, all_token_ids_ptr,
-        ),
-    )  # fmt: skip
+    prompt_logprobs_token_ids, query_start_loc, idx_mapping, num_computed_tokens, all_token_ids
+):
+    for i in range(idx_mapping.shape[0]):
+        request = idx_mapping[i]
+        first, done = query_start_loc[i], num_computed_tokens[request]
+        for j in range(query_start_loc[i + 1] - first):
+            prompt_logprobs_token_ids[first + j] = all_token_ids[request, done + 1 + j]
 
 
-@implements("metrics.logits._num_nans_kernel")
-def num_nans(
-    logits_ptr: torch.Tensor, logits_stride: int, num_nans_ptr: torch.Tensor, vocab_size: int,
-    BLOCK_SIZE: int,
-) -> None:  # fmt: skip
-    num_nans_ptr.copy_(logits_ptr.isnan().sum(1))
+@implements("metrics.logits._num_nans_kernel", "vocab_size")
+def num_nans(logits: torch.Tensor, num_nans: torch.Tensor) -> None:
+    num_nans.copy_(logits.isnan().sum(1))

@@ -7,41 +7,93 @@ does not pass the grid, so an implementation derives every size from its tensors
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-Implementation = Callable[..., None]
+import torch
 
 RUNNER = "vllm.v1.worker.gpu."
-IMPLEMENTATIONS: dict[str, Implementation] = {}
 
-_LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages"})
+_OF_LAUNCHES = re.compile(r".*_stride(_?\d|_req)?|(\w+_)?BLOCK(_SIZE)?|PADDED_\w+")
+"""Arguments that only say how a GPU walks through the tensors."""
 
 
-def implements(kernel: str) -> Callable[[Implementation], Implementation]:
-    """Register the decorated function for ``vllm.v1.worker.gpu.<kernel>``, or for a full name.
+class Implementation:
+    """Calls a function in place of a kernel, with those of the kernel's arguments that it takes.
 
-    The function must have the kernel's parameters, by name and order. `check_arguments` compares
-    them, and so detects a vLLM whose kernel differs.
+    Its parameters have the names of the kernel's, without the ending ``_ptr`` of a tensor. A
+    compiled function gets NumPy views of tensors.
     """
 
-    def register(function: Implementation) -> Implementation:
-        @functools.wraps(function)
-        def launch(*args: Any, **kwargs: Any) -> None:
-            if kwargs:
-                kwargs = {k: v for k, v in kwargs.items() if k not in _LAUNCH_OPTIONS}
-            function(*args, **kwargs)
+    def __init__(self, kernel: str, function: Callable[..., Any], ignored: str) -> None:
+        self._kernel = kernel
+        self._function = function
+        plain = getattr(function, "py_func", function)
+        self._is_compiled = plain is not function
+        self._defaults = {n: p.default for n, p in inspect.signature(plain).parameters.items()}
+        self._ignored = {*ignored.split()}
+        self._order: tuple[str, ...] = ()
+        self.__name__ = plain.__name__
 
-        IMPLEMENTATIONS[kernel if kernel.startswith("vllm.") else RUNNER + kernel] = launch
+    def bind(self) -> None:
+        """Learn the order of the kernel's arguments.
+
+        Raises:
+            RuntimeError: if the installed vLLM lacks the kernel, or if the kernel lacks an argument
+                that the function takes or has one that is neither taken nor ignored.
+        """
+        module, attribute = self._kernel.rsplit(".", 1)
+        kernel = getattr(importlib.import_module(module), attribute, None)
+        if kernel is None:
+            raise RuntimeError(f"the installed vLLM has no Triton kernel {self._kernel}")
+        names = getattr(kernel, "arg_names", None)
+        found = tuple(inspect.signature(kernel).parameters if names is None else names)
+        order = tuple(name.removesuffix("_ptr") for name in found)
+        known = self._defaults.keys() | self._ignored
+        strange = {n for n in order if n not in known and not _OF_LAUNCHES.fullmatch(n)}
+        if strange or not known <= {*order}:
+            raise RuntimeError(
+                f"the installed vLLM changed the arguments of the Triton kernel {self._kernel}: "
+                f"new are {sorted(strange)}, missing are {sorted(known - {*order})}"
+            )
+        self._order = order
+        # vLLM's registry passes arguments by their names to a function that has all of them.
+        parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in found]
+        self.__signature__ = inspect.Signature(parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        given = dict(zip(self._order, args, strict=False))
+        given |= {name.removesuffix("_ptr"): value for name, value in kwargs.items()}
+        taken = (given.get(name, default) for name, default in self._defaults.items())
+        if self._is_compiled:
+            taken = (each.numpy() if isinstance(each, torch.Tensor) else each for each in taken)
+        self._function(*taken)
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {}
+
+
+def implements(
+    kernel: str, ignores: str = ""
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function for ``vllm.v1.worker.gpu.<kernel>``, or for a full name.
+
+    ``ignores``: those of the kernel's arguments that the function does not need, besides strides
+    and the sizes of a launch. So a vLLM whose kernel has other arguments is noticed.
+    """
+    name = kernel if kernel.startswith("vllm.") else RUNNER + kernel
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        IMPLEMENTATIONS[name] = Implementation(name, function, ignores)
         return function
 
     return register
 
 
-def refuse(kernel: str, feature: str) -> Implementation:
+def refuse(kernel: str, feature: str) -> Callable[..., NoReturn]:
     """Return an implementation that raises NotImplementedError with the kernel and the feature."""
 
     def launch(*args: Any, **kwargs: Any) -> NoReturn:
@@ -51,19 +103,3 @@ def refuse(kernel: str, feature: str) -> Implementation:
         )
 
     return launch
-
-
-def check_arguments(name: str, implementation: Implementation) -> None:
-    """Raise RuntimeError unless vLLM's kernel ``name`` has the implementation's arguments."""
-    module, attribute = name.rsplit(".", 1)
-    kernel = getattr(importlib.import_module(module), attribute, None)
-    if kernel is None:
-        raise RuntimeError(f"the installed vLLM has no Triton kernel {name}")
-    names = getattr(kernel, "arg_names", None)
-    found = tuple(inspect.signature(kernel).parameters if names is None else names)
-    expected = tuple(inspect.signature(implementation).parameters)
-    if found != expected:
-        raise RuntimeError(
-            f"the installed vLLM changed the Triton kernel {name}: "
-            f"expected arguments {expected}, found {found}"
-        )

@@ -120,61 +120,52 @@ def _reject(
             draft_lse[i] = log_sum(draft_max[rejected], draft_sum[rejected])
 
 
-@implements("spec_decode.rejection_sampler_utils._rejection_kernel")
+@implements(
+    "spec_decode.rejection_sampler_utils._rejection_kernel",
+    "vocab_num_blocks HAS_DRAFT_LOGITS SYNTHETIC_MODE USE_BLOCK_VERIFICATION",
+)
 def rejection(
-    sampled_ptr: torch.Tensor, sampled_stride: int, rejected_steps_ptr: torch.Tensor,
-    target_rejected_logsumexp_ptr: torch.Tensor, draft_rejected_logsumexp_ptr: torch.Tensor,
-    target_logits_ptr: torch.Tensor, target_logits_stride: int,
-    target_local_argmax_ptr: torch.Tensor, target_local_argmax_stride: int,
-    target_local_max_ptr: torch.Tensor, target_local_max_stride: int,
-    target_local_sumexp_ptr: torch.Tensor, target_local_sumexp_stride: int,
-    draft_sampled_ptr: torch.Tensor, draft_logits_ptr: torch.Tensor | None,
-    draft_logits_stride_0: int, draft_logits_stride_1: int, draft_local_max_ptr: torch.Tensor,
-    draft_local_max_stride: int, draft_local_sumexp_ptr: torch.Tensor,
-    draft_local_sumexp_stride: int, cu_num_logits_ptr: torch.Tensor, idx_mapping_ptr: torch.Tensor,
-    temp_ptr: torch.Tensor, seed_ptr: torch.Tensor, pos_ptr: torch.Tensor,
-    synthetic_conditional_rates_ptr: torch.Tensor | None, cumulative_log_p_ptr: torch.Tensor | None,
-    local_residual_mass_ptr: torch.Tensor | None, local_residual_mass_stride: int,
-    vocab_num_blocks: int, PADDED_VOCAB_NUM_BLOCKS: int, HAS_DRAFT_LOGITS: bool,
-    SYNTHETIC_MODE: bool, USE_BLOCK_VERIFICATION: bool,
+    sampled: torch.Tensor, rejected_steps: torch.Tensor, target_rejected_logsumexp: torch.Tensor,
+    draft_rejected_logsumexp: torch.Tensor, target_logits: torch.Tensor,
+    target_local_argmax: torch.Tensor, target_local_max: torch.Tensor,
+    target_local_sumexp: torch.Tensor, draft_sampled: torch.Tensor,
+    draft_logits: torch.Tensor | None, draft_local_max: torch.Tensor,
+    draft_local_sumexp: torch.Tensor, cu_num_logits: torch.Tensor, idx_mapping: torch.Tensor,
+    temp: torch.Tensor, seed: torch.Tensor, pos: torch.Tensor,
+    synthetic_conditional_rates: torch.Tensor | None, cumulative_log_p: torch.Tensor | None,
+    local_residual_mass: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    sums = Sums(
-        target_local_max_ptr, target_local_sumexp_ptr, draft_local_max_ptr, draft_local_sumexp_ptr
-    )
+    sums = Sums(target_local_max, target_local_sumexp, draft_local_max, draft_local_sumexp)
     of_target, of_draft = drafted_log_probs(
-        target_logits_ptr, draft_logits_ptr, sums, draft_sampled_ptr, cu_num_logits_ptr,
-        idx_mapping_ptr, temp_ptr,
-    )  # fmt: skip
+        target_logits, draft_logits, sums, draft_sampled, cu_num_logits, idx_mapping, temp
+    )
     masses = None
-    if cumulative_log_p_ptr is not None:
-        masses = residual_masses(cumulative_log_p_ptr, of_target, local_residual_mass_ptr)
+    if cumulative_log_p is not None:
+        masses = residual_masses(cumulative_log_p, of_target, local_residual_mass)
     _reject(
         *numpys(
-            sampled_ptr, rejected_steps_ptr, target_rejected_logsumexp_ptr,
-            draft_rejected_logsumexp_ptr, target_local_argmax_ptr,
+            sampled, rejected_steps, target_rejected_logsumexp, draft_rejected_logsumexp,
+            target_local_argmax,
         ),
         *(each.numpy() for each in sums),
-        *numpys(draft_sampled_ptr, cu_num_logits_ptr, idx_mapping_ptr, temp_ptr, seed_ptr, pos_ptr),
-        optional(synthetic_conditional_rates_ptr, np.float32), of_target.numpy(), of_draft.numpy(),
-        optional(cumulative_log_p_ptr, np.float32), optional(masses, np.float32),
+        *numpys(draft_sampled, cu_num_logits, idx_mapping, temp, seed, pos),
+        optional(synthetic_conditional_rates, np.float32), of_target.numpy(), of_draft.numpy(),
+        optional(cumulative_log_p, np.float32), optional(masses, np.float32),
     )  # fmt: skip
 
 
-@implements("spec_decode.rejection_sampler_utils._resample_kernel")
+@implements(
+    "spec_decode.rejection_sampler_utils._resample_kernel",
+    "contexts watermarking watermarking_skip_mask watermark_key_0 watermark_key_1 HAS_DRAFT_LOGITS "
+    "USE_FP64 USE_BLOCK_VERIFICATION CONTEXT_WIDTH DEDUPLICATE_CONTEXTS",
+)
 def resample(
-    resampled_local_argmax_ptr: torch.Tensor, resampled_local_argmax_stride: int,
-    resampled_local_max_ptr: torch.Tensor, resampled_local_max_stride: int,
-    target_logits_ptr: torch.Tensor, target_logits_stride: int,
-    target_rejected_logsumexp_ptr: torch.Tensor, draft_logits_ptr: torch.Tensor | None,
-    draft_logits_stride_0: int, draft_logits_stride_1: int,
-    draft_rejected_logsumexp_ptr: torch.Tensor, rejected_step_ptr: torch.Tensor,
-    cu_num_logits_ptr: torch.Tensor, expanded_idx_mapping_ptr: torch.Tensor,
-    draft_sampled_ptr: torch.Tensor, temp_ptr: torch.Tensor, seed_ptr: torch.Tensor,
-    pos_ptr: torch.Tensor, cumulative_log_p_ptr: torch.Tensor | None,
-    contexts_ptr: torch.Tensor | None, contexts_stride: int, watermarking_ptr: torch.Tensor | None,
-    watermarking_skip_mask_ptr: torch.Tensor | None, watermark_key_0: int, watermark_key_1: int,
-    vocab_size: int, BLOCK_SIZE: int, HAS_DRAFT_LOGITS: bool, USE_FP64: bool,
-    USE_BLOCK_VERIFICATION: bool, CONTEXT_WIDTH: int, WATERMARK: bool, DEDUPLICATE_CONTEXTS: bool,
+    resampled_local_argmax: torch.Tensor, resampled_local_max: torch.Tensor,
+    target_logits: torch.Tensor, target_rejected_logsumexp: torch.Tensor,
+    draft_logits: torch.Tensor | None, draft_rejected_logsumexp: torch.Tensor,
+    rejected_step: torch.Tensor, cu_num_logits: torch.Tensor, expanded_idx_mapping: torch.Tensor,
+    draft_sampled: torch.Tensor, temp: torch.Tensor, seed: torch.Tensor, pos: torch.Tensor,
+    cumulative_log_p: torch.Tensor | None, vocab_size: int, BLOCK_SIZE: int, WATERMARK: bool,
 ) -> None:  # fmt: skip
     """Sample each request's token after its accepted drafts, per block of the vocabulary.
 
@@ -182,54 +173,43 @@ def resample(
     """
     if WATERMARK:
         raise NotImplementedError("watermarking is not supported by the CPU model runner")
-    rows = (cu_num_logits_ptr[:-1] + rejected_step_ptr).long()
-    requests, steps = expanded_idx_mapping_ptr[rows], rejected_step_ptr.long()
-    residual = target_logits_ptr[rows, :vocab_size].to(torch.float32)
-    is_bonus = rows == cu_num_logits_ptr[1:] - 1
-    token = draft_sampled_ptr[(rows + 1).clamp_(max=draft_sampled_ptr.shape[0] - 1)].long()
-    rejected = (~is_bonus & (token >= 0) & (temp_ptr[requests] != 0)).nonzero().view(-1)
-    if rejected.numel() and draft_logits_ptr is None:
+    rows = (cu_num_logits[:-1] + rejected_step).long()
+    requests, steps = expanded_idx_mapping[rows], rejected_step.long()
+    residual = target_logits[rows, :vocab_size].to(torch.float32)
+    is_bonus = rows == cu_num_logits[1:] - 1
+    token = draft_sampled[(rows + 1).clamp_(max=draft_sampled.shape[0] - 1)].long()
+    rejected = (~is_bonus & (token >= 0) & (temp[requests] != 0)).nonzero().view(-1)
+    if rejected.numel() and draft_logits is None:
         residual[rejected, token[rejected]] = float("-inf")
-    elif rejected.numel() and draft_logits_ptr is not None:
+    elif rejected.numel() and draft_logits is not None:
         draft = scaled_draft(
-            draft_logits_ptr[..., :vocab_size], requests[rejected], steps[rejected], temp_ptr
+            draft_logits[..., :vocab_size], requests[rejected], steps[rejected], temp
         )
-        draft -= draft_rejected_logsumexp_ptr[rejected].unsqueeze(1)
-        target = residual[rejected] - target_rejected_logsumexp_ptr[rejected].unsqueeze(1)
-        if cumulative_log_p_ptr is not None:
-            target += log_ratios_before(cumulative_log_p_ptr, rows[rejected], steps[rejected])
+        draft -= draft_rejected_logsumexp[rejected].unsqueeze(1)
+        target = residual[rejected] - target_rejected_logsumexp[rejected].unsqueeze(1)
+        if cumulative_log_p is not None:
+            target += log_ratios_before(cumulative_log_p, rows[rejected], steps[rejected])
         ratio = (draft - target).exp_()
         log_residual = target + torch.log1p(-ratio)
         residual[rejected] = log_residual.masked_fill_(~(ratio < 1), float("-inf"))
     gumbel.sample_blocks(
-        resampled_local_argmax_ptr, resampled_local_max_ptr, residual, requests, temp_ptr, seed_ptr,
-        pos_ptr[rows], block=BLOCK_SIZE, divide=False,
+        resampled_local_argmax, resampled_local_max, residual, requests, temp, seed,
+        pos[rows], block=BLOCK_SIZE, divide=False,
     )  # fmt: skip
 
 
+@implements("spec_decode.rejection_sampler_utils._insert_resampled_kernel", "resample_num_blocks")
 @compiled
-def _insert(sampled, num_sampled, argmax, maximum, cu_num_logits, requests, temperatures):
+def insert_resampled(
+    sampled, num_sampled, resampled_local_argmax, resampled_local_max, cu_num_logits,
+    expanded_idx_mapping, temp,
+):  # fmt: skip
     for i in range(num_sampled.shape[0]):
         count = num_sampled[i]
         row = cu_num_logits[i] + count
         is_bonus = row == cu_num_logits[i + 1] - 1
         # For a greedy request that rejected a draft, the target's argmax is already there.
-        if is_bonus or temperatures[requests[row]] != 0:
-            sampled[i, count] = argmax[i, _first_maximum(maximum[i])]
+        if is_bonus or temp[expanded_idx_mapping[row]] != 0:
+            best = _first_maximum(resampled_local_max[i])
+            sampled[i, count] = resampled_local_argmax[i, best]
         num_sampled[i] = count + 1
-
-
-@implements("spec_decode.rejection_sampler_utils._insert_resampled_kernel")
-def insert_resampled(
-    sampled_ptr: torch.Tensor, sampled_stride: int, num_sampled_ptr: torch.Tensor,
-    resampled_local_argmax_ptr: torch.Tensor, resampled_local_argmax_stride: int,
-    resampled_local_max_ptr: torch.Tensor, resampled_local_max_stride: int,
-    resample_num_blocks: int, cu_num_logits_ptr: torch.Tensor,
-    expanded_idx_mapping_ptr: torch.Tensor, temp_ptr: torch.Tensor, PADDED_RESAMPLE_NUM_BLOCKS: int,
-) -> None:  # fmt: skip
-    _insert(
-        *numpys(
-            sampled_ptr, num_sampled_ptr, resampled_local_argmax_ptr, resampled_local_max_ptr,
-            cu_num_logits_ptr, expanded_idx_mapping_ptr, temp_ptr,
-        ),
-    )  # fmt: skip

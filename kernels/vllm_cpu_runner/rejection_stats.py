@@ -51,35 +51,33 @@ def scaled_draft(
     return logits / temperatures[requests].unsqueeze(1)
 
 
-@implements("spec_decode.rejection_sampler_utils._compute_local_logits_stats_kernel")
+@implements(
+    "spec_decode.rejection_sampler_utils._compute_local_logits_stats_kernel", "HAS_DRAFT_LOGITS"
+)
 def local_logits_stats(
-    target_local_argmax_ptr: torch.Tensor, target_local_argmax_stride: int,
-    target_local_max_ptr: torch.Tensor, target_local_max_stride: int,
-    target_local_sumexp_ptr: torch.Tensor, target_local_sumexp_stride: int,
-    draft_local_max_ptr: torch.Tensor, draft_local_max_stride: int,
-    draft_local_sumexp_ptr: torch.Tensor, draft_local_sumexp_stride: int,
-    target_logits_ptr: torch.Tensor, target_logits_stride: int,
-    draft_logits_ptr: torch.Tensor | None, draft_logits_stride_0: int, draft_logits_stride_1: int,
-    expanded_idx_mapping_ptr: torch.Tensor, expanded_local_pos_ptr: torch.Tensor,
-    temp_ptr: torch.Tensor, vocab_size: int, num_speculative_steps: int, BLOCK_SIZE: int,
-    HAS_DRAFT_LOGITS: bool,
+    target_local_argmax: torch.Tensor, target_local_max: torch.Tensor,
+    target_local_sumexp: torch.Tensor, draft_local_max: torch.Tensor,
+    draft_local_sumexp: torch.Tensor, target_logits: torch.Tensor,
+    draft_logits: torch.Tensor | None, expanded_idx_mapping: torch.Tensor,
+    expanded_local_pos: torch.Tensor, temp: torch.Tensor, vocab_size: int,
+    num_speculative_steps: int, BLOCK_SIZE: int,
 ) -> None:  # fmt: skip
-    is_draft = expanded_local_pos_ptr < num_speculative_steps
-    is_greedy = temp_ptr[expanded_idx_mapping_ptr] == 0
+    is_draft = expanded_local_pos < num_speculative_steps
+    is_greedy = temp[expanded_idx_mapping] == 0
     greedy = (is_draft & is_greedy).nonzero().view(-1)
     if greedy.numel():
-        for column, part in enumerate(blocks(target_logits_ptr[greedy, :vocab_size], BLOCK_SIZE)):
+        for column, part in enumerate(blocks(target_logits[greedy, :vocab_size], BLOCK_SIZE)):
             top, token = part.to(torch.float32).max(1)
-            target_local_max_ptr[greedy, column] = top
-            target_local_argmax_ptr[greedy, column] = token + column * BLOCK_SIZE
+            target_local_max[greedy, column] = top
+            target_local_argmax[greedy, column] = token + column * BLOCK_SIZE
     rows = (is_draft & ~is_greedy).nonzero().view(-1)
     if rows.numel():
-        target = target_logits_ptr[rows, :vocab_size].to(torch.float32)
-        _max_and_sumexp(target, BLOCK_SIZE, rows, target_local_max_ptr, target_local_sumexp_ptr)
-        if draft_logits_ptr is not None:
-            requests, steps = expanded_idx_mapping_ptr[rows], expanded_local_pos_ptr[rows].long()
-            draft = scaled_draft(draft_logits_ptr[..., :vocab_size], requests, steps, temp_ptr)
-            _max_and_sumexp(draft, BLOCK_SIZE, rows, draft_local_max_ptr, draft_local_sumexp_ptr)
+        target = target_logits[rows, :vocab_size].to(torch.float32)
+        _max_and_sumexp(target, BLOCK_SIZE, rows, target_local_max, target_local_sumexp)
+        if draft_logits is not None:
+            requests, steps = expanded_idx_mapping[rows], expanded_local_pos[rows].long()
+            draft = scaled_draft(draft_logits[..., :vocab_size], requests, steps, temp)
+            _max_and_sumexp(draft, BLOCK_SIZE, rows, draft_local_max, draft_local_sumexp)
 
 
 @compiled

@@ -12,27 +12,23 @@ from vllm_cpu_runner.registry import implements
 _DRAFT_POSITION_OFFSET = 1 << 30
 
 
-@implements("sample.gumbel._temperature_kernel")
+@implements("sample.gumbel._temperature_kernel", "vocab_size")
 def temperature(
-    logits_ptr: torch.Tensor, logits_stride: int, expanded_idx_mapping_ptr: torch.Tensor,
-    temperature_ptr: torch.Tensor, vocab_size: int, BLOCK_SIZE: int,
-) -> None:  # fmt: skip
-    scale = temperature_ptr[expanded_idx_mapping_ptr]
+    logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, temperature: torch.Tensor
+) -> None:
+    scale = temperature[expanded_idx_mapping]
     scale.masked_fill_(scale == 0, 1)
     if not bool((scale == 1).all()):
-        logits_ptr.div_(scale.unsqueeze(1))
+        logits.div_(scale.unsqueeze(1))
 
 
-@implements("sample.gumbel._gumbel_sample_kernel")
+@implements("sample.gumbel._gumbel_sample_kernel", "USE_FP64 PER_TOKEN_COL")
 def gumbel_sample(
-    local_argmax_ptr: torch.Tensor, local_argmax_stride: int, local_max_ptr: torch.Tensor,
-    local_max_stride: int, logits_cache_ptr: torch.Tensor | None, logits_cache_stride_0: int,
-    logits_cache_stride_1: int, logits_cache_col_ptr: torch.Tensor | None,
-    logits_cache_source_ptr: torch.Tensor | None, logits_cache_source_stride: int,
-    logits_ptr: torch.Tensor, logits_stride: int, expanded_idx_mapping_ptr: torch.Tensor,
-    seeds_ptr: torch.Tensor, pos_ptr: torch.Tensor, temp_ptr: torch.Tensor, vocab_size: int,
-    BLOCK_SIZE: int, IS_DRAFTING: bool, APPLY_TEMPERATURE: bool, USE_FP64: bool,
-    PER_TOKEN_COL: bool,
+    local_argmax: torch.Tensor, local_max: torch.Tensor, logits_cache: torch.Tensor | None,
+    logits_cache_col: torch.Tensor | None, logits_cache_source: torch.Tensor | None,
+    logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, seeds: torch.Tensor,
+    pos: torch.Tensor, temp: torch.Tensor, vocab_size: int, BLOCK_SIZE: int, IS_DRAFTING: bool,
+    APPLY_TEMPERATURE: bool,
 ) -> None:  # fmt: skip
     """Sample a token of each row by the Gumbel-max trick, per block of the vocabulary.
 
@@ -41,26 +37,23 @@ def gumbel_sample(
     Raises:
         ValueError: if there is a cache of logits without a column or source.
     """
-    if logits_cache_ptr is not None:
-        if logits_cache_col_ptr is None or logits_cache_source_ptr is None:
+    if logits_cache is not None:
+        if logits_cache_col is None or logits_cache_source is None:
             raise ValueError("a cache of logits needs a column and a source")
-        valid = expanded_idx_mapping_ptr >= 0
-        columns = logits_cache_col_ptr.expand_as(valid)[valid].long()
-        cache_rows = (expanded_idx_mapping_ptr[valid], columns)
-        logits_cache_ptr[..., :vocab_size].index_put_(cache_rows, logits_cache_source_ptr[valid])
+        valid = expanded_idx_mapping >= 0
+        columns = logits_cache_col.expand_as(valid)[valid].long()
+        cache_rows = (expanded_idx_mapping[valid], columns)
+        logits_cache[..., :vocab_size].index_put_(cache_rows, logits_cache_source[valid])
     gumbel.sample_blocks(
-        local_argmax_ptr, local_max_ptr, logits_ptr.to(torch.float32), expanded_idx_mapping_ptr,
-        temp_ptr, seeds_ptr, pos_ptr + _DRAFT_POSITION_OFFSET if IS_DRAFTING else pos_ptr,
+        local_argmax, local_max, logits.to(torch.float32), expanded_idx_mapping,
+        temp, seeds, pos + _DRAFT_POSITION_OFFSET if IS_DRAFTING else pos,
         block=BLOCK_SIZE, divide=APPLY_TEMPERATURE,
     )  # fmt: skip
 
 
-@implements("sample.min_p._min_p_kernel")
-def min_p(
-    logits_ptr: torch.Tensor, logits_stride: int, expanded_idx_mapping_ptr: torch.Tensor,
-    min_p_ptr: torch.Tensor, vocab_size: int, BLOCK_SIZE: int,
-) -> None:  # fmt: skip
+@implements("sample.min_p._min_p_kernel", "vocab_size")
+def min_p(logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, min_p: torch.Tensor) -> None:
     # log(0) = -inf masks nothing, so rows without min-p need no special case.
-    log_min_p = min_p_ptr[expanded_idx_mapping_ptr].to(torch.float32).log_().unsqueeze(1)
-    threshold = logits_ptr.amax(1, keepdim=True).to(torch.float32) + log_min_p
-    logits_ptr.masked_fill_(logits_ptr < threshold, float("-inf"))
+    log_min_p = min_p[expanded_idx_mapping].to(torch.float32).log_().unsqueeze(1)
+    threshold = logits.amax(1, keepdim=True).to(torch.float32) + log_min_p
+    logits.masked_fill_(logits < threshold, float("-inf"))

@@ -8,21 +8,16 @@ gives the logits of the token at p + 2.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dyntree_kernels.cpu.compiled import compiled
 from vllm_cpu_runner.arrays import numpys
 from vllm_cpu_runner.registry import implements
-
-if TYPE_CHECKING:
-    import torch
 
 
 @compiled
 def _prefill(
     last_indices, draft_ids, draft_positions, draft_query_start_loc, draft_seq_lens, target_ids,
     target_positions, requests, last_sampled, next_prefill_tokens, num_sampled, num_rejected,
-    query_start_loc, seq_lens,
+    query_start_loc, seq_lens, max_num_reqs,
 ):  # fmt: skip
     num_requests = requests.shape[0]
     for i in range(num_requests):
@@ -39,35 +34,30 @@ def _prefill(
         last_indices[i] = end - 1
         draft_query_start_loc[i] = first
         draft_seq_lens[i] = seq_lens[i]
-    draft_query_start_loc[num_requests:] = query_start_loc[num_requests]
-    draft_seq_lens[num_requests:] = 0
-    last_indices[num_requests:] = 0
+    draft_query_start_loc[num_requests : max_num_reqs + 1] = query_start_loc[num_requests]
+    draft_seq_lens[num_requests:max_num_reqs] = 0
+    last_indices[num_requests:max_num_reqs] = 0
 
 
 @implements("spec_decode.target_dependent_ar.speculator._prepare_prefill_inputs_kernel")
 def prepare_prefill(
-    last_token_indices_ptr: torch.Tensor, draft_current_step_ptr: torch.Tensor,
-    draft_input_ids_ptr: torch.Tensor, draft_positions_ptr: torch.Tensor,
-    draft_query_start_loc_ptr: torch.Tensor, draft_seq_lens_ptr: torch.Tensor,
-    target_input_ids_ptr: torch.Tensor, target_positions_ptr: torch.Tensor,
-    idx_mapping_ptr: torch.Tensor, last_sampled_ptr: torch.Tensor,
-    next_prefill_tokens_ptr: torch.Tensor, num_sampled_ptr: torch.Tensor,
-    num_rejected_ptr: torch.Tensor, query_start_loc_ptr: torch.Tensor, seq_lens_ptr: torch.Tensor,
-    max_num_reqs: int, BLOCK_SIZE: int,
-) -> None:  # fmt: skip
+    last_token_indices, draft_current_step, draft_input_ids, draft_positions,
+    draft_query_start_loc, draft_seq_lens, target_input_ids, target_positions, idx_mapping,
+    last_sampled, next_prefill_tokens, num_sampled, num_rejected, query_start_loc, seq_lens,
+    max_num_reqs,
+):  # fmt: skip
     """Shift every request's tokens by one, and end them with the next one.
 
     The rows of rejected drafts come last in a request, and are not written.
     """
-    draft_current_step_ptr.zero_()
+    draft_current_step.zero_()
     _prefill(
         *numpys(
-            last_token_indices_ptr[:max_num_reqs], draft_input_ids_ptr, draft_positions_ptr,
-            draft_query_start_loc_ptr[:max_num_reqs + 1], draft_seq_lens_ptr[:max_num_reqs],
-            target_input_ids_ptr, target_positions_ptr, idx_mapping_ptr, last_sampled_ptr.view(-1,
+            last_token_indices, draft_input_ids, draft_positions, draft_query_start_loc,
+            draft_seq_lens, target_input_ids, target_positions, idx_mapping, last_sampled.view(-1),
+            next_prefill_tokens.view(-1), num_sampled, num_rejected, query_start_loc, seq_lens,
         ),
-        next_prefill_tokens_ptr.view(-1), num_sampled_ptr, num_rejected_ptr, query_start_loc_ptr,
-        seq_lens_ptr),
+        max_num_reqs,
     )  # fmt: skip
 
 
@@ -91,26 +81,18 @@ def _decode(
 
 @implements("spec_decode.target_dependent_ar.speculator._prepare_decode_inputs_kernel")
 def prepare_decode(
-    draft_tokens_ptr: torch.Tensor, draft_tokens_stride: int, target_seq_lens_ptr: torch.Tensor,
-    num_rejected_ptr: torch.Tensor, input_ids_ptr: torch.Tensor, positions_ptr: torch.Tensor,
-    sample_src_positions_ptr: torch.Tensor, query_start_loc_ptr: torch.Tensor,
-    seq_lens_ptr: torch.Tensor, max_model_len: int, max_num_reqs: int, BLOCK_SIZE: int,
-    ADVANCE_DRAFT_POSITIONS: bool,
-) -> None:  # fmt: skip
+    draft_tokens, target_seq_lens, num_rejected, input_ids, positions, sample_src_positions,
+    query_start_loc, seq_lens, max_model_len, max_num_reqs, ADVANCE_DRAFT_POSITIONS,
+):  # fmt: skip
     """Give every request one row, with the first draft token."""
     _decode(
-        # A column of one row has another type than one of several.
-        draft_tokens_ptr.contiguous().numpy(),
-        target_seq_lens_ptr.numpy(),
-        num_rejected_ptr.numpy(),
-        input_ids_ptr.numpy(),
-        positions_ptr.numpy(),
-        sample_src_positions_ptr.numpy(),
-        query_start_loc_ptr[: max_num_reqs + 1].numpy(),
-        seq_lens_ptr[:max_num_reqs].numpy(),
-        max_model_len,
-        ADVANCE_DRAFT_POSITIONS,
-    )
+        *numpys(
+            # A column of one row has another type than one of several.
+            draft_tokens.contiguous(), target_seq_lens, num_rejected, input_ids, positions,
+            sample_src_positions, query_start_loc[: max_num_reqs + 1], seq_lens[:max_num_reqs],
+        ),
+        max_model_len, ADVANCE_DRAFT_POSITIONS,
+    )  # fmt: skip
 
 
 @compiled
@@ -125,25 +107,18 @@ def _advance(draft_tokens, input_ids, positions, sample_positions, seq_lens, max
 
 @implements("spec_decode.target_dependent_ar.speculator._update_draft_inputs_kernel")
 def update_inputs(
-    output_draft_tokens_ptr: torch.Tensor, output_draft_tokens_stride: int,
-    next_input_hidden_states_ptr: torch.Tensor, next_input_hidden_states_stride: int,
-    input_ids_ptr: torch.Tensor, positions_ptr: torch.Tensor,
-    sample_src_positions_ptr: torch.Tensor, seq_lens_ptr: torch.Tensor,
-    draft_tokens_ptr: torch.Tensor, current_draft_step_ptr: torch.Tensor,
-    hidden_states_ptr: torch.Tensor, hidden_states_stride: int, hidden_size: int,
-    max_model_len: int, num_speculative_steps: int, BLOCK_SIZE: int, ADVANCE_DRAFT_POSITIONS: bool,
-) -> None:  # fmt: skip
+    output_draft_tokens, next_input_hidden_states, input_ids, positions, sample_src_positions,
+    seq_lens, draft_tokens, current_draft_step, hidden_states, hidden_size, max_model_len,
+    num_speculative_steps, ADVANCE_DRAFT_POSITIONS,
+):  # fmt: skip
     """Note the drafts of a step and, unless it is the last one, prepare the rows of the next."""
-    step, num_requests = int(current_draft_step_ptr), draft_tokens_ptr.shape[0]
-    output_draft_tokens_ptr[:num_requests, step] = draft_tokens_ptr
+    step, num_requests = int(current_draft_step), draft_tokens.shape[0]
+    output_draft_tokens[:num_requests, step] = draft_tokens
     if step >= num_speculative_steps - 1:
         return
     # torch copies them, because NumPy has no bfloat16.
-    own, given = next_input_hidden_states_ptr[:num_requests], hidden_states_ptr[:num_requests]
-    own[:, :hidden_size] = given
+    next_input_hidden_states[:num_requests, :hidden_size] = hidden_states[:num_requests]
     _advance(
-        *numpys(
-            draft_tokens_ptr, input_ids_ptr, positions_ptr, sample_src_positions_ptr, seq_lens_ptr,
-        ),
+        *numpys(draft_tokens, input_ids, positions, sample_src_positions, seq_lens),
         max_model_len, ADVANCE_DRAFT_POSITIONS,
     )  # fmt: skip

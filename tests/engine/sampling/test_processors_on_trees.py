@@ -34,8 +34,8 @@ from dyntree_plugin.engine.sampling.processors import (  # noqa: E402
 )
 from dyntree_plugin.engine.step import verify  # noqa: E402
 from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
-from vllm_cpu_runner import thinking  # noqa: E402
 from vllm_cpu_runner.long_lists import lift_limits  # noqa: E402
+from vllm_cpu_runner.registry import IMPLEMENTATIONS, RUNNER  # noqa: E402
 
 SLOTS, VOCABULARY, PROMPT, TOTAL, DEPTH = 6, 40, 9, 14, 12
 CPU = torch.device("cpu")
@@ -290,12 +290,11 @@ def test_the_kernels_are_compiled_for_what_the_sampler_has(
 
         return call
 
-    for module, names in (
-        (paths, ("_climb", "_penalize", "_mask_bad_words", "_force")),
-        (thinking, ("_update_markers", "_force_end")),
-    ):
-        for name in names:
-            monkeypatch.setattr(module, name, noting(getattr(module, name), name))
+    for name in ("_climb", "_penalize", "_mask_bad_words", "_force"):
+        monkeypatch.setattr(paths, name, noting(getattr(paths, name), name))
+    for name in ("_update_committed_marker_cache_kernel", "_thinking_budget_kernel"):
+        kernel = IMPLEMENTATIONS[f"{RUNNER}sample.thinking_budget.{name}"]
+        monkeypatch.setattr(kernel, "_function", noting(kernel._function, name))
     paths.warm_up()
     warm_up()
     before = {*types}
