@@ -1,5 +1,5 @@
 """`dyntree bench serve` with what only measurements for the pages need.
 
 `shapes` enlarges the embedded target to the cost of a larger model, `slow_weights` simulates
-offloaded weights, and `plots` and `speed_up` draw a result.
+offloaded weights, and `plots` draws a result.
 """
