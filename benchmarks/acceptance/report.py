@@ -1,4 +1,4 @@
-"""The result as Markdown tables, in the terminal and for docs/papers.md."""
+"""The result as Markdown tables, in the terminal and for benchmarks/results/README.md."""
 
 from __future__ import annotations
 
