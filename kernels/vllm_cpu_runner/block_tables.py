@@ -73,43 +73,30 @@ def gather_block_tables(
     "block_table._compute_slot_mappings_kernel",
     "max_num_tokens dcp_sharded cp_rank CP_INTERLEAVE",
 )
+@compiled
 def compute_slot_mappings(
     idx_mapping, query_start_loc, pos, block_table_ptrs, block_table_strides, block_sizes,
     slot_mapping_enabled, slot_mappings, CP_SIZE, PAD_ID,
 ):  # fmt: skip
     if CP_SIZE != 1:
         raise NotImplementedError(
-            f"context parallelism of size {CP_SIZE} is not supported by the CPU model runner"
+            "context parallelism is not supported by the CPU model runner; set its size to 1"
         )
-    _slots(
-        *numpys(
-            idx_mapping, query_start_loc, pos, block_table_ptrs, block_table_strides, block_sizes,
-            slot_mapping_enabled, slot_mappings,
-        ),
-        PAD_ID,
-    )  # fmt: skip
-
-
-@compiled
-def _slots(
-    requests, query_start_loc, positions, addresses, strides, block_sizes, enabled, slots, pad
-):
-    num_requests = requests.shape[0]
-    for group in range(strides.shape[0]):
-        stride, size = strides[group], block_sizes[group]
-        row = slots[group]
-        row[query_start_loc[num_requests] :] = pad
+    num_requests = idx_mapping.shape[0]
+    for group in range(block_table_strides.shape[0]):
+        stride, size = block_table_strides[group], block_sizes[group]
+        row = slot_mappings[group]
+        row[query_start_loc[num_requests] :] = PAD_ID
         for i in range(num_requests):
-            request, first, last = requests[i], query_start_loc[i], query_start_loc[i + 1]
-            if request < 0 or not enabled[group]:
-                row[first:last] = pad
+            request, first, last = idx_mapping[i], query_start_loc[i], query_start_loc[i + 1]
+            if request < 0 or not slot_mapping_enabled[group]:
+                row[first:last] = PAD_ID
                 continue
-            table = carray(int32_pointer(addresses[group]), (request + 1) * stride)
+            table = carray(int32_pointer(block_table_ptrs[group]), (request + 1) * stride)
             for token in range(first, last):
-                place = positions[token] // size
+                place = pos[token] // size
                 # vLLM's kernel reads on behind a request's row.
                 if place < stride:
-                    block = table[request * stride + place]
-                    row[token] = block * size + positions[token] % size
+                    row[token] = table[request * stride + place] * size + pos[token] % size
                 else:
-                    row[token] = pad
+                    row[token] = PAD_ID

@@ -133,7 +133,7 @@ def _drafting() -> None:
     requests, starts, one = _int64(0), _int32(0, 1), _int32(1)
     prepare_draft_prefill(
         *numpys(
-            _int32(0), _int64(0), one, requests, _int32(0, 0), _int64(0, 0), _int64(0),
+            _int32(0), _int64(0), one.view(1, 1), requests, _int32(0, 0), _int64(0, 0), _int64(0),
             _int32(0, 0), _int32(0), starts, one, _int32(0),
         ),
         1, 1,

@@ -71,7 +71,7 @@ def combine_sampled_and_draft_tokens(
     input_ids, idx_mapping, last_sampled_tokens, query_start_loc, seq_lens, prefill_len,
     draft_tokens, cu_num_logits, logits_indices, NUM_NEW_SAMPLED_TOKENS=1,
 ):  # fmt: skip
-    last_sampled, new_tokens = last_sampled_tokens.reshape(-1), NUM_NEW_SAMPLED_TOKENS
+    new_tokens = NUM_NEW_SAMPLED_TOKENS
     for i in range(idx_mapping.shape[0]):
         request = idx_mapping[i]
         num_logits = cu_num_logits[i + 1] - cu_num_logits[i]
@@ -82,7 +82,7 @@ def combine_sampled_and_draft_tokens(
             continue
         # Rows within the prompt keep their prompt tokens.
         if new_tokens > 0 and seq_lens[i] - num_logits >= prefill_len[request]:
-            input_ids[end - num_logits] = last_sampled[request]
+            input_ids[end - num_logits] = last_sampled_tokens[request, 0]
         num_drafts = num_logits - new_tokens
         for j in range(num_drafts):
             input_ids[end - num_drafts + j] = draft_tokens[request, j]

@@ -10,7 +10,7 @@ import torch
 
 from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.kv_move import pointer
-from vllm_cpu_runner.arrays import int32_pointer, numpys
+from vllm_cpu_runner.arrays import int32_pointer
 from vllm_cpu_runner.registry import implements
 
 STATES = "vllm.v1.worker.mamba_utils."
@@ -72,7 +72,8 @@ def next_blocks_of_states(
     num_accepted_tokens[requests] = torch.where(moved, 1, accepted)
 
 
-def _check_layout(channels_first: bool) -> None:
+@compiled
+def _check_layout(channels_first):
     if channels_first:
         raise NotImplementedError(
             "VLLM_SSM_CONV_STATE_LAYOUT=DS with a prefix cache is not supported by the CPU model "
@@ -80,15 +81,8 @@ def _check_layout(channels_first: bool) -> None:
         )
 
 
-@compiled
-def _copy_forward(requests, targets, sources, skipped, *layout):
-    for request in requests:
-        source, target = sources[request], targets[request]
-        if request >= 0 and source >= 0 and source != target:
-            _copy_states(request, source, target, skipped[request], *layout)
-
-
 @implements(STATES + "precopy_mamba_align_fused_kernel", _UNUSED)
+@compiled
 def copy_states_forward(
     mamba_state_idx, src_col, token_bias, block_table_ptrs, block_table_stride_req,
     state_base_addrs, state_block_strides, state_elem_sizes, state_inner_sizes, state_conv_widths,
@@ -96,36 +90,21 @@ def copy_states_forward(
 ):  # fmt: skip
     """Copy states to the blocks of their requests' last rows, before a forward."""
     _check_layout(CONV_STATE_DIM_FIRST)
-    _copy_forward(
-        *numpys(idx_mapping[:num_reqs], mamba_state_idx, src_col, token_bias, block_table_ptrs),
-        block_table_stride_req,
-        *numpys(
-            state_base_addrs, state_block_strides, state_elem_sizes, state_inner_sizes,
-            state_conv_widths, state_group_indices,
-        ),
-    )  # fmt: skip
-
-
-@compiled
-def _copy_to_ends(requests, accepted, sources, computed, accepted_out, size, *layout):
-    for request in requests:
-        if request < 0:
-            continue
-        source, running = sources[request], computed[request] - accepted[request] + 1
-        aligned = computed[request] // size * size
-        if aligned < running:
-            continue
-        target, skipped = aligned // size - 1, aligned - running
-        if source == target:
-            accepted_out[request] = 1
-        if source != target or skipped:
-            _copy_states(request, source, target, skipped, *layout)
+    for request in idx_mapping[:num_reqs]:
+        source, target = src_col[request], mamba_state_idx[request]
+        if request >= 0 and source >= 0 and source != target:
+            _copy_states(
+                request, source, target, token_bias[request], block_table_ptrs,
+                block_table_stride_req, state_base_addrs, state_block_strides, state_elem_sizes,
+                state_inner_sizes, state_conv_widths, state_group_indices,
+            )  # fmt: skip
 
 
 @implements(
     STATES + "postprocess_mamba_fused_kernel",
     f"num_scheduled_tokens num_draft_tokens PRECOMPUTED_NEW_COMPUTED {_UNUSED}",
 )
+@compiled
 def copy_states_to_ends(
     num_accepted_tokens, mamba_state_idx, num_computed_tokens, block_table_ptrs,
     block_table_stride_req, state_base_addrs, state_block_strides, state_elem_sizes,
@@ -134,17 +113,23 @@ def copy_states_to_ends(
 ):  # fmt: skip
     """Copy states to the blocks that end at them, after tokens were accepted."""
     _check_layout(CONV_STATE_DIM_FIRST)
-    _copy_to_ends(
-        *numpys(
-            idx_mapping[:num_reqs], num_accepted_tokens, mamba_state_idx, num_computed_tokens,
-            num_accepted_tokens_out,
-        ),
-        block_size, block_table_ptrs.numpy(), block_table_stride_req,
-        *numpys(
-            state_base_addrs, state_block_strides, state_elem_sizes, state_inner_sizes,
-            state_conv_widths, state_group_indices,
-        ),
-    )  # fmt: skip
+    for request in idx_mapping[:num_reqs]:
+        if request < 0:
+            continue
+        source, computed = mamba_state_idx[request], num_computed_tokens[request]
+        running = computed - num_accepted_tokens[request] + 1
+        aligned = computed // block_size * block_size
+        if aligned < running:
+            continue
+        target, skipped = aligned // block_size - 1, aligned - running
+        if source == target:
+            num_accepted_tokens_out[request] = 1
+        if source != target or skipped:
+            _copy_states(
+                request, source, target, skipped, block_table_ptrs, block_table_stride_req,
+                state_base_addrs, state_block_strides, state_elem_sizes, state_inner_sizes,
+                state_conv_widths, state_group_indices,
+            )  # fmt: skip
 
 
 @implements("vllm.v1.worker.utils._zero_kv_blocks_kernel")

@@ -35,11 +35,11 @@ class Implementation:
         self._is_compiled = plain is not function
         self._defaults = {n: p.default for n, p in inspect.signature(plain).parameters.items()}
         self._ignored = {*ignored.split()}
-        self._order: tuple[str, ...] = ()
+        self._taken: list[tuple[int, str, Any]] = []
         self.__name__ = plain.__name__
 
     def bind(self) -> None:
-        """Learn the order of the kernel's arguments.
+        """Learn the places of the arguments that the function takes.
 
         Raises:
             RuntimeError: if the installed vLLM lacks the kernel, or if the kernel lacks an argument
@@ -59,17 +59,21 @@ class Implementation:
                 f"the installed vLLM changed the arguments of the Triton kernel {self._kernel}: "
                 f"new are {sorted(strange)}, missing are {sorted(known - {*order})}"
             )
-        self._order = order
+        self._taken = [
+            (order.index(name), found[order.index(name)], default)
+            for name, default in self._defaults.items()
+        ]
         # vLLM's registry passes arguments by their names to a function that has all of them.
         parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in found]
         self.__signature__ = inspect.Signature(parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        given = dict(zip(self._order, args, strict=False))
-        given |= {name.removesuffix("_ptr"): value for name, value in kwargs.items()}
-        taken = (given.get(name, default) for name, default in self._defaults.items())
-        if self._is_compiled:
-            taken = (each.numpy() if isinstance(each, torch.Tensor) else each for each in taken)
+        count, taken = len(args), []
+        for place, name, default in self._taken:
+            each = args[place] if place < count else kwargs.get(name, default)
+            if self._is_compiled and isinstance(each, torch.Tensor):
+                each = each.numpy()
+            taken.append(each)
         self._function(*taken)
 
 

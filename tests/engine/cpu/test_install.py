@@ -91,7 +91,7 @@ def test_context_parallel_slot_mappings_are_refused() -> None:
     from vllm.v1.worker.gpu.block_table import BlockTables
 
     tables = BlockTables([4], 1, 4, [1], torch.device("cpu"), cp_size=2)
-    with pytest.raises(NotImplementedError, match="context parallelism of size 2"):
+    with pytest.raises(NotImplementedError, match="context parallelism"):
         tables.compute_slot_mappings(torch.zeros(1).long(), torch.tensor([0, 1]).int(),
                                      torch.zeros(1).long(), 1)  # fmt: skip
 
