@@ -107,27 +107,18 @@ def engine(arguments: Mapping[str, Any]) -> Iterator[LLM]:
         llm.llm_engine.engine_core.shutdown(timeout=30)
 
 
-def without_trees(settings: Settings) -> dict[str, Any]:
-    """Return the arguments of ``LLM`` for the target without a draft."""
-    from vllm.platforms import current_platform
-
-    from dyntree_plugin.engine.configuration import PLAIN_WORKER
-
-    worker = {"worker_cls": PLAIN_WORKER} if current_platform.is_cpu() else {}
-    return _shared_arguments(settings) | worker
-
-
 def with_trees(settings: Settings) -> dict[str, Any]:
     """Return the arguments of ``LLM`` for target and draft."""
     given = settings.method, settings.draft, settings.nodes, settings.options
     speculation, options = drafts_of(*given)
-    return _shared_arguments(settings) | {
+    return without_trees(settings) | {
         "speculative_config": speculation,
         "additional_config": {NAMESPACE: options},
     }
 
 
-def _shared_arguments(settings: Settings) -> dict[str, Any]:
+def without_trees(settings: Settings) -> dict[str, Any]:
+    """Return the arguments of ``LLM`` for the target without a draft."""
     # A token takes at least one byte of the prompt. Two more may precede it: a beginning of
     # sequence and a space.
     longest = max(len(prompt.encode()) + 2 for prompt in settings.prompts)
@@ -148,17 +139,15 @@ def _shared_arguments(settings: Settings) -> dict[str, Any]:
     }
 
 
-def sampling_params(
-    settings: Settings, index: int, max_tokens: int | None = None
-) -> SamplingParams:
-    """Return the parameters of the prompt at ``index``; ``max_tokens`` replaces the settings'."""
+def sampling_params(settings: Settings) -> SamplingParams:
+    """Return the parameters of the first prompt."""
     from vllm import SamplingParams
 
     return SamplingParams(
         temperature=settings.temperature,
         top_p=settings.top_p,
-        seed=settings.seed + index,
-        max_tokens=max_tokens or settings.max_tokens,
+        seed=settings.seed,
+        max_tokens=settings.max_tokens,
     )
 
 

@@ -12,23 +12,7 @@ from rich.text import Text
 
 from dyntree_plugin import __version__, pair
 from dyntree_plugin.admission import reasons, versions
-from dyntree_plugin.commands.arguments import (
-    Draft,
-    DraftMethod,
-    Dtype,
-    MaxTokens,
-    Nodes,
-    NumPrompts,
-    Seed,
-    Target,
-    Temperature,
-    TopP,
-    Verbose,
-    both_or_neither,
-    check_models,
-    chosen_dtype,
-    embedded,
-)
+from dyntree_plugin.commands import arguments as common
 from dyntree_plugin.commands.demo.comparison import Comparison, compare
 from dyntree_plugin.commands.demo.screen import show
 from dyntree_plugin.commands.engine import Settings
@@ -43,18 +27,18 @@ from dyntree_plugin.commands.vocabulary import shared
 
 
 def demo(
-    target: Target = None,
-    draft: Draft = None,
-    method: DraftMethod = "draft_model",
-    dtype: Dtype = None,
-    nodes: Nodes = 16,
+    target: common.Target = None,
+    draft: common.Draft = None,
+    method: common.DraftMethod = "draft_model",
+    dtype: common.Dtype = None,
+    nodes: common.Nodes = 16,
     options: Annotated[str, shared("--dyntree")] = "{}",
-    count: NumPrompts = 4,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0,
-    top_p: TopP = 1,
-    seed: Seed = 0,
-    verbose: Verbose = False,
+    count: common.NumPrompts = 4,
+    max_tokens: common.MaxTokens = 128,
+    temperature: common.Temperature = 0,
+    top_p: common.TopP = 1,
+    seed: common.Seed = 0,
+    verbose: common.Verbose = False,
 ) -> None:
     """Complete code with and without a tree, compare the two, and draw a tree.
 
@@ -68,16 +52,16 @@ def demo(
     The exit status is 0 if the text is the same, 1 if it differs, and 2 if the arguments or the
     models are refused.
     """
-    both_or_neither(target, draft, method)
+    common.both_or_neither(target, draft, method)
     with reasons.exit_on_mistake("dyntree demo"):
-        check_models(target, draft)
+        common.check_models(target, draft)
     ready_for_engine()
     parsed = tree_options(options, nodes)
     console = Console(highlight=False)
-    used = chosen_dtype(dtype, target)
+    used = common.chosen_dtype(dtype, target)
     with nullcontext() if verbose else reasons.exit_on_mistake("dyntree demo"):
         if target is None:
-            target, draft = map(str, embedded(method))
+            target, draft = map(str, common.embedded(method))
         settings = Settings(
             target=target,
             draft=draft,

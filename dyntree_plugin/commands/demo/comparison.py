@@ -2,73 +2,65 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dyntree_plugin.commands.engine import (
     Settings,
     engine,
-    sampling_params,
-    stay_in_this_process,
     text_of_tokens,
     with_trees,
     without_trees,
 )
+from dyntree_plugin.commands.loads.engine import Answers, Served, timed
+from dyntree_plugin.commands.loads.load import Load
+from dyntree_plugin.commands.loads.requests import Request
+from dyntree_plugin.commands.loads.runs import Run
 from dyntree_plugin.commands.render import Detokenise
 from dyntree_plugin.commands.start import Announce
-from dyntree_plugin.metrics.names import PREFIX
 from dyntree_plugin.tree.step import TreeStep
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-
-@dataclass(frozen=True)
-class Completion:
-    """One completion: its ``tokens``, and the number of the prompt's, ``prompt_tokens``."""
-
-    prompt_tokens: list[int]
-    tokens: list[int]
-    text: str
+Prompts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Run:
-    """Completions of the prompts, one after the other.
+class Completions:
+    """The completions of the prompts, one after the other, and their measurement."""
 
-    ``steps``: the target's forwards after those of the prompts: one per verified tree, or one per
-    token without trees. ``stages``: the worker's seconds by stage; empty without trees.
-    """
-
-    completions: list[Completion]
-    seconds: float
-    steps: int
-    stages: Mapping[str, float] = field(default_factory=dict)
+    run: Run
+    answers: Answers
 
     @property
-    def tokens(self) -> int:
-        return sum(len(completion.tokens) for completion in self.completions)
+    def steps(self) -> int:
+        """The target's forwards after those of the prompts, at least 1 to divide by."""
+        return max(self.run.request_steps, 1)
 
     @property
     def tokens_per_step(self) -> float:
         # The first token of a completion comes from the forward over its prompt.
-        return (self.tokens - len(self.completions)) / max(self.steps, 1)
+        return (self.run.output_tokens - self.run.requests) / self.steps
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
+        return self.run.output_tokens / self.run.seconds
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both runs, the trees of every prompt step by step, and the text of any one token."""
+    """Completions without trees and with, and the trees of every prompt step by step.
 
-    plain: Run
-    tree: Run
+    ``prompts`` are tokens. ``decode`` gives the text of tokens, and ``text`` that of any one token.
+    """
+
+    prompts: Prompts
+    plain: Completions
+    tree: Completions
     traces: list[list[TreeStep]]
+    decode: Callable[[Sequence[int]], str]
     text: Detokenise
 
 
@@ -76,86 +68,41 @@ def compare(settings: Settings, announce: Announce) -> Comparison:
     """Complete the prompts in two engines: without trees, then with trees."""
     with announce("Loading vLLM", None):
         from vllm import EngineArgs
-        from vllm.platforms import current_platform
 
-        if current_platform.is_cpu():
-            # On a GPU the memory of the first engine is free for the second when its process ends.
-            stay_in_this_process()
+        alone, with_draft = timed(without_trees(settings)), timed(with_trees(settings))
         # A pair that trees cannot serve is refused before the engines start.
-        EngineArgs(**with_trees(settings)).create_engine_config()
-    count = len(settings.prompts)
-    with ExitStack() as stack:
-        with announce("Starting the target alone", None):
-            llm = stack.enter_context(engine(without_trees(settings)))
-        with announce("Completing without the tree", count) as done:
-            plain = _complete(llm, settings, done)
-    with ExitStack() as stack:
-        with announce(f"Starting target and {settings.drafter}", None):
-            llm = stack.enter_context(engine(with_trees(settings)))
-        with announce("Completing with the tree", count) as done:
-            tree = _complete(llm, settings, done)
-        with announce("Recording the trees", count) as done:
-            traces = _trace(llm, settings, done)
-        return Comparison(plain, tree, traces, text_of_tokens(llm))
+        EngineArgs(**with_draft).create_engine_config()
+    with announce("Completing without the tree", None), engine(alone) as llm:
+        prompts = [llm.get_tokenizer().encode(prompt) for prompt in settings.prompts]
+        plain = _completed(Served(llm), settings, prompts)
+    with announce("Completing with the tree", None), engine(with_draft) as llm:
+        served = Served(llm)
+        tree = _completed(served, settings, prompts)
+        traces = list(_traces(llm, served, settings, prompts))
+        return Comparison(
+            prompts, plain, tree, traces, llm.get_tokenizer().decode, text_of_tokens(llm)
+        )
 
 
-def _complete(llm: LLM, settings: Settings, done: Callable[[], None]) -> Run:
-    _generate(llm, settings, 0, max_tokens=8)  # The first requests of an engine are slower.
-    before = _counts()
-    start = time.perf_counter()
-    completions = []
-    for index in range(len(settings.prompts)):
-        completions.append(_generate(llm, settings, index))
-        done()
-    seconds = time.perf_counter() - start
-    gained = {key: value - before.get(key, 0.0) for key, value in _counts().items()}
-    verified = gained.get(f"{PREFIX}tree_nodes_count")
-    tokens = sum(len(completion.tokens) for completion in completions)
-    return Run(
-        completions,
-        seconds,
-        steps=tokens - len(completions) if verified is None else round(verified),
-        stages={
-            key.removeprefix("stage="): value
-            for key, value in gained.items()
-            if key.startswith("stage=")
-        },
-    )
+def _completed(served: Served, settings: Settings, prompts: Prompts) -> Completions:
+    # The first requests of an engine are slower.
+    served.serve(_load(settings, prompts[:1], 0, max_tokens=8))
+    return Completions(*served.serve(_load(settings, prompts, 0, settings.max_tokens)))
 
 
-def _trace(llm: LLM, settings: Settings, done: Callable[[], None]) -> list[list[TreeStep]]:
+def _traces(
+    llm: LLM, served: Served, settings: Settings, prompts: Prompts
+) -> Iterator[list[TreeStep]]:
     from dyntree_plugin.engine.telemetry.trace import start_trace, stop_trace
 
-    traces = []
-    for index in range(len(settings.prompts)):
+    for number, prompt in enumerate(prompts):
         start_trace(llm)
-        _generate(llm, settings, index)
-        traces.append(stop_trace(llm))
-        done()
-    return traces
+        served.serve(_load(settings, [prompt], number, settings.max_tokens))
+        yield stop_trace(llm)
 
 
-def _generate(
-    llm: LLM, settings: Settings, index: int, max_tokens: int | None = None
-) -> Completion:
-    params = sampling_params(settings, index, max_tokens)
-    request = llm.generate(settings.prompts[index], params, use_tqdm=False)[0]
-    output = request.outputs[0]
-    return Completion(list(request.prompt_token_ids or ()), list(output.token_ids), output.text)
-
-
-def _counts() -> dict[str, float]:
-    """Return the plugin's metrics; the seconds of a stage are under ``stage=name``.
-
-    vLLM's `LLM.get_metrics` rounds counters to integers, which is useless for seconds.
-    """
-    from vllm.v1.metrics.prometheus import get_prometheus_registry
-
-    counts: dict[str, float] = {}
-    for family in get_prometheus_registry().collect():
-        for sample in family.samples:
-            if sample.name == f"{PREFIX}stage_seconds_sum":
-                counts[f"stage={sample.labels['stage']}"] = sample.value
-            elif sample.name == f"{PREFIX}tree_nodes_count":
-                counts[sample.name] = sample.value
-    return counts
+def _load(settings: Settings, prompts: Prompts, first: int, max_tokens: int) -> Load:
+    """Return a load of prompts; ``first``: the number of the first one among all."""
+    sampling = {"top_p": settings.top_p, "ignore_eos": False}
+    requests = [Request(prompt, sampling) for prompt in prompts]
+    return Load(requests, 1, settings.temperature, max_tokens, settings.seed + first)

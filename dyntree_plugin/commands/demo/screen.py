@@ -12,8 +12,9 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from dyntree_plugin.commands.demo.comparison import Comparison, Run
+from dyntree_plugin.commands.demo.comparison import Comparison, Completions
 from dyntree_plugin.commands.engine import Settings
+from dyntree_plugin.commands.loads.runs import Run
 from dyntree_plugin.commands.render import ACCEPTED, Detokenise, step_panel, visible
 from dyntree_plugin.escape import escaped_lines
 from dyntree_plugin.tree.step import TreeStep, sources_of
@@ -35,14 +36,14 @@ def show(console: Console, settings: Settings, comparison: Comparison) -> int:
     plain, with_tree, text = comparison.plain, comparison.tree, comparison.text
     drawn = most_telling(comparison.traces)
     index, step = drawn or (0, None)
-    console.print(code(settings.prompts[index], with_tree.completions[index].text))
+    answer = with_tree.answers[index]
+    console.print(code(settings.prompts[index], comparison.decode(answer)))
     if step is not None:
-        completion = with_tree.completions[index]
-        context = [*completion.prompt_tokens, *completion.tokens][: step.context_length]
+        context = [*comparison.prompts[index], *answer][: step.context_length]
         before = "".join(map(text, context[-_CONTEXT_TOKENS:]))
         console.print(step_panel(step, before, text, sources=sources_of([step])))
     console.print(speeds(plain, with_tree))
-    console.print(step_times(with_tree, settings.drafter))
+    console.print(step_times(with_tree.run, settings.drafter))
     if with_tree.tokens_per_second < plain.tokens_per_second:
         console.print(Text(_SLOWER.format(settings.drafter), style="yellow"))
     different = differences(plain, with_tree)
@@ -62,16 +63,16 @@ class Difference:
     with_tree: int | None
 
 
-def differences(plain: Run, tree: Run) -> list[Difference]:
+def differences(plain: Completions, tree: Completions) -> list[Difference]:
     """Return the first difference of every prompt whose completions differ."""
     different = []
-    for prompt, (a, b) in enumerate(zip(plain.completions, tree.completions, strict=True)):
-        if a.tokens == b.tokens:
+    for prompt, (a, b) in enumerate(zip(plain.answers, tree.answers, strict=True)):
+        if a == b:
             continue
-        same = (x == y for x, y in zip(a.tokens, b.tokens, strict=False))
-        shorter = min(len(a.tokens), len(b.tokens))
+        same = (x == y for x, y in zip(a, b, strict=False))
+        shorter = min(len(a), len(b))
         position = next((i for i, equal in enumerate(same) if not equal), shorter)
-        ends = [c.tokens[position] if position < len(c.tokens) else None for c in (a, b)]
+        ends = [c[position] if position < len(c) else None for c in (a, b)]
         different.append(Difference(prompt, position, *ends))
     return different
 
@@ -108,33 +109,32 @@ def code(prompt: str, completion: str) -> RenderableType:
     return Panel(syntax, title="❱ completed by the target", title_align="left", padding=(0, 1))
 
 
-def speeds(plain: Run, tree: Run) -> Table:
+def speeds(plain: Completions, tree: Completions) -> Table:
     """Compare tokens per step, times and speed of both runs."""
     table = Table(title="One request at a time", title_justify="left", title_style="bold")
     table.add_column()
     table.add_column("without tree", justify="right")
     table.add_column("with tree", justify="right")
-    runs = (plain, tree)
+    both = (plain, tree)
     table.add_row(
-        "tokens per target step", *(f"{run.tokens_per_step:.2f}" for run in runs), style="bold"
+        "tokens per target step", *(f"{each.tokens_per_step:.2f}" for each in both), style="bold"
     )
-    table.add_row("time per target step", *(_ms(run.seconds / max(run.steps, 1)) for run in runs))
-    table.add_row("time per token", *(_ms(run.seconds / max(run.tokens, 1)) for run in runs))
-    table.add_row("tokens per second", *(f"{run.tokens_per_second:.0f}" for run in runs))
+    table.add_row("time per target step", *(_ms(each.run.seconds / each.steps) for each in both))
+    table.add_row("time per token", *(_ms(1 / each.tokens_per_second) for each in both))
+    table.add_row("tokens per second", *(f"{each.tokens_per_second:.0f}" for each in both))
     table.add_row("speed", "1.00×", f"{tree.tokens_per_second / plain.tokens_per_second:.2f}×")
     return table
 
 
 def step_times(run: Run, drafter: str) -> Table:
     """Show where a step with a tree spends its time; ``drafter`` names what drafts."""
-    stages = dict(run.stages)
+    stages = {name: ms / 1e3 for name, ms in run.stages_ms.items()}
     rows = [
         ("target", ("target",), "the target's forward over all nodes"),
         (drafter, ("catch_up", "draft"), f"the {drafter}'s forwards, and growth"),
         ("other", ("place", "sample", "verify"), ""),
     ]
-    steps = max(run.steps, 1)
-    whole = run.seconds / steps
+    whole = run.step_ms / 1e3
     table = Table(title=f"Where a step's {_ms(whole)} go", title_justify="left", title_style="bold")
     table.add_column()
     table.add_column("per step", justify="right")
@@ -142,23 +142,23 @@ def step_times(run: Run, drafter: str) -> Table:
     table.add_column("what it is", style="dim")
     left = whole
     for name, parts, meaning in rows:
-        seconds = sum(stages.get(part, 0.0) for part in parts) / steps
+        seconds = sum(stages.get(part, 0.0) for part in parts)
         left -= seconds
         if len(parts) > 1:
-            meaning = ", ".join(f"{p} {_ms(stages.get(p, 0.0) / steps)}" for p in parts)
+            meaning = ", ".join(f"{p} {_ms(stages.get(p, 0.0))}" for p in parts)
         table.add_row(name, _ms(seconds), Bar(whole, 0, seconds, width=20), meaning)
     left = max(left, 0.0)
     table.add_row("engine", _ms(left), Bar(whole, 0, left, width=20), "vLLM around the worker")
     return table
 
 
-def verdict(plain: Run, different: Sequence[Difference], text: Detokenise) -> Text:
+def verdict(plain: Completions, different: Sequence[Difference], text: Detokenise) -> Text:
     """Say whether the text is the same, and where it differs."""
-    prompts = len(plain.completions)
+    prompts = len(plain.answers)
     if not different:
         return Text(
             f"{ACCEPTED} The text is the same with and without the tree: "
-            f"{prompts} completions, {plain.tokens} tokens.",
+            f"{prompts} completions, {plain.run.output_tokens} tokens.",
             style="bold green",
         )
     lines = [f"The text differs with the tree in {len(different)} of {prompts} completions:"]

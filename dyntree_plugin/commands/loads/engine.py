@@ -42,7 +42,9 @@ def main(
     _redirect(log)
     try:
         with around() if around is not None else nullcontext():
-            served = Served(arguments)
+            from vllm import LLM
+
+            served = Served(LLM(**timed(arguments)))
     except ValueError as error:
         connection.send((REFUSED, str(error)))
         return
@@ -94,34 +96,43 @@ class _Step:
     decodes: bool
 
 
+def timed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``LLM`` for an engine whose steps are timed.
+
+    On a CPU it runs in this process, where its forwards are timed. On a GPU the engine has another,
+    as by default, so that work on a step's output overlaps with the next step.
+    """
+    from vllm.platforms import current_platform
+
+    from dyntree_plugin.engine.configuration import CHAIN_WORKER, PLAIN_WORKER
+
+    arguments = dict(arguments)
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    speculation = arguments.get("speculative_config", {})
+    stock = "additional_config" not in arguments
+    stock_ngram = speculation.get("method") == "ngram"
+    if on_cpu and stock and not stock_ngram:
+        # Trees run on the V2 runner; so does what they are compared with. vLLM's n-gram runs on
+        # a CPU with its V1 runner only.
+        arguments["worker_cls"] = PLAIN_WORKER
+    elif not on_cpu and stock and speculation and "offload_group_size" in arguments:
+        # With a draft, vLLM's engine fails an assertion.
+        arguments["worker_cls"] = CHAIN_WORKER
+    arguments.setdefault("enforce_eager", on_cpu)
+    return arguments
+
+
 class Served:
     """An engine that serves loads step by step."""
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        from vllm import LLM
+    def __init__(self, llm: LLM) -> None:
+        """``llm``: started with what `timed` returns."""
         from vllm.platforms import current_platform
 
-        from dyntree_plugin.engine.configuration import CHAIN_WORKER, PLAIN_WORKER
-
-        arguments = dict(arguments)
-        on_cpu = current_platform.is_cpu()
-        if on_cpu:
-            # Forwards are timed in this process. On a GPU the engine has another, as by default, so
-            # that work on a step's output overlaps with the next step.
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        speculation = arguments.get("speculative_config", {})
-        stock = "additional_config" not in arguments
-        stock_ngram = speculation.get("method") == "ngram"
-        if on_cpu and stock and not stock_ngram:
-            # Trees run on the V2 runner; so does what they are compared with. vLLM's n-gram runs on
-            # a CPU with its V1 runner only.
-            arguments["worker_cls"] = PLAIN_WORKER
-        elif not on_cpu and stock and speculation and "offload_group_size" in arguments:
-            # With a draft, vLLM's engine fails an assertion.
-            arguments["worker_cls"] = CHAIN_WORKER
-        arguments.setdefault("enforce_eager", on_cpu)
-        self._llm = LLM(**arguments)
-        self._take_stages = _stages_of(self._llm) if on_cpu else dict
+        self._llm = llm
+        self._take_stages = _stages_of(llm) if current_platform.is_cpu() else dict
         self._begun = 0
 
     def serve(self, load: Load) -> tuple[Run, Answers]:

@@ -13,22 +13,7 @@ from rich.console import Console
 
 from dyntree_plugin import pair
 from dyntree_plugin.admission import reasons
-from dyntree_plugin.commands.arguments import (
-    Draft,
-    DraftMethod,
-    Dtype,
-    MaxTokens,
-    Nodes,
-    Seed,
-    Target,
-    Temperature,
-    TopP,
-    Verbose,
-    both_or_neither,
-    check_models,
-    chosen_dtype,
-    embedded,
-)
+from dyntree_plugin.commands import arguments as common
 from dyntree_plugin.commands.engine import Settings
 from dyntree_plugin.commands.paths import check_new_file, read_text
 from dyntree_plugin.commands.show import arguments, page
@@ -60,22 +45,22 @@ def show(
     context: typer.Context,
     prompt: arguments.Prompt = None,
     file: arguments.PromptFile = None,
-    target: Target = None,
-    draft: Draft = None,
-    method: DraftMethod = "draft_model",
-    dtype: Dtype = None,
-    nodes: Nodes = 16,
+    target: common.Target = None,
+    draft: common.Draft = None,
+    method: common.DraftMethod = "draft_model",
+    dtype: common.Dtype = None,
+    nodes: common.Nodes = 16,
     options: arguments.Options = "{}",
-    max_tokens: MaxTokens = 96,
-    temperature: Temperature = 0,
-    top_p: TopP = 1,
-    seed: Seed = 0,
+    max_tokens: common.MaxTokens = 96,
+    temperature: common.Temperature = 0,
+    top_p: common.TopP = 1,
+    seed: common.Seed = 0,
     given_format: arguments.GivenFormat = None,
     output: arguments.Output = None,
     step: arguments.Step = None,
     trace: arguments.Trace = None,
     saved: arguments.SavedTrace = None,
-    verbose: Verbose = False,
+    verbose: common.Verbose = False,
 ) -> None:
     """Show the tree of every step of a completion: in the terminal, as DOT, or as a page.
 
@@ -96,11 +81,11 @@ def show(
         check_new_file("--trace", trace)
         _check_kept("--from", saved, output)
         _check_kept("--trace", trace, output)
-        check_models(target, draft)
+        common.check_models(target, draft)
     if saved is None:
-        both_or_neither(target, draft, method)
+        common.both_or_neither(target, draft, method)
         ready_for_engine()
-    settings: dict[str, Any] = {"dtype": chosen_dtype(dtype, target), "options": options}
+    settings: dict[str, Any] = {"dtype": common.chosen_dtype(dtype, target), "options": options}
     settings |= {"nodes": nodes, "temperature": temperature, "top_p": top_p}
     settings |= {"seed": seed, "max_tokens": max_tokens, "method": method}
     with nullcontext() if verbose else reasons.exit_on_mistake("dyntree show"):
@@ -169,7 +154,7 @@ def _recorded(
     asked = tree_options(settings["options"], settings["nodes"])
     settings["options"] = {"budget": "fixed", **asked}
     if target is None:
-        target, draft = map(str, embedded(settings["method"]))
+        target, draft = map(str, common.embedded(settings["method"]))
     prompts = pair.held_out_prompts(1) if prompt is None else [prompt]
     made = Settings(target=target, draft=draft, prompts=prompts, **settings)
     for model in made.models:

@@ -37,7 +37,7 @@ def record(settings: Settings, announce: Announce) -> Generation:
         with announce(f"Starting target and {settings.drafter}", None):
             llm = stack.enter_context(engine(arguments))
         with announce("Completing with the tree", None):
-            return complete(llm, settings.prompts[0], sampling_params(settings, 0))
+            return complete(llm, settings.prompts[0], sampling_params(settings))
 
 
 def complete(llm: LLM, prompt: str, params: SamplingParams) -> Generation:

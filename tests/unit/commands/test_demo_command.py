@@ -20,16 +20,21 @@ from dyntree_plugin import pair
 from dyntree_plugin.commands.arguments import DtypeName
 from dyntree_plugin.commands.demo import command as demo
 from dyntree_plugin.commands.demo import comparison, screen
-from dyntree_plugin.commands.demo.comparison import Comparison, Completion, Run
+from dyntree_plugin.commands.demo.comparison import Comparison, Completions
 from dyntree_plugin.commands.engine import Settings, with_trees
+from dyntree_plugin.commands.loads.runs import Run
 from dyntree_plugin.tree.step import Source, TreeStep
 
 PROMPTS = ["def f(x):", "class C:"]
 
 
-def run(*completions: Sequence[int], seconds: float = 1.0, steps: int = 4) -> Run:
-    made = [Completion([1], list(tokens), "text") for tokens in completions]
-    return Run(made, seconds, steps, {"target": 0.5, "draft": 0.25, "catch_up": 0.1})
+def completed(*answers: Sequence[int]) -> Completions:
+    run = Run(
+        round=0, requests=len(answers), seconds=1.0, output_tokens=sum(map(len, answers)),
+        tpot_ms=1.0, ttft_ms=1.0, step_ms=1.0, request_steps=4,
+        stages_ms={"target": 0.5, "draft": 0.25, "catch_up": 0.1},
+    )  # fmt: skip
+    return Completions(run, [[*answer] for answer in answers])
 
 
 def step(parents: list[int], accepted: list[int]) -> TreeStep:
@@ -41,27 +46,29 @@ def step(parents: list[int], accepted: list[int]) -> TreeStep:
 
 
 def shown(
-    plain: Run,
-    tree: Run,
+    plain: Completions,
+    tree: Completions,
     traces: list[list[TreeStep]] | None = None,
     dtype: DtypeName = "float32",
 ) -> tuple[int, str]:
     settings = Settings("t", "d", dtype, 16, {}, 0.0, 1.0, 0, 8, PROMPTS)
-    comparison = Comparison(plain, tree, traces or [[], []], lambda token: f"<{token}>")
+    comparison = Comparison(
+        [[1], [1]], plain, tree, traces or [[], []], str, lambda token: f"<{token}>"
+    )
     file = io.StringIO()
     status = screen.show(Console(file=file, width=200), settings, comparison)
     return status, file.getvalue()
 
 
 def test_the_same_tokens_end_with_status_0() -> None:
-    status, text = shown(run([3, 4, 5], [6]), run([3, 4, 5], [6]))
+    status, text = shown(completed([3, 4, 5], [6]), completed([3, 4, 5], [6]))
     assert status == 0
     assert "The text is the same" in text
     assert "2 completions, 4 tokens" in text
 
 
 def test_a_wrong_token_ends_with_status_1_and_is_named() -> None:
-    status, text = shown(run([3, 4, 5], [6, 7]), run([3, 4, 5], [6, 8]))
+    status, text = shown(completed([3, 4, 5], [6, 7]), completed([3, 4, 5], [6, 8]))
     assert status == 1
     assert "The text is the same" not in text
     assert "differs with the tree in 1 of 2 completions" in text
@@ -114,7 +121,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
 
     def compare(settings: Settings, announce: Any) -> Comparison:
         asked.append(settings)
-        return Comparison(run([3]), run([3]), [[], []], str)
+        return Comparison([[1]], completed([3]), completed([3]), [[], []], str, str)
 
     monkeypatch.setattr(demo, "compare", compare)
     monkeypatch.setattr(demo, "fetch", lambda model: None)
@@ -155,20 +162,16 @@ def test_the_method_says_what_drafts(
     assert f"│ {heading.split()[0]} " in shown  # where a step's time goes
 
 
-@pytest.mark.parametrize(
-    ("on_cpu", "asked", "processes"),
-    [(True, None, "0"), (True, "1", "1"), (False, None, None)],
-)
+@pytest.mark.parametrize(("on_cpu", "processes"), [(True, "0"), (False, None)])
 def test_on_a_cpu_no_process_imports_vllm_anew(
-    on_cpu: bool, asked: str | None, processes: str | None, monkeypatch: pytest.MonkeyPatch
+    on_cpu: bool, processes: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import vllm
     from vllm.platforms import current_platform
 
     name = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    monkeypatch.setenv(name, asked or "")
-    if asked is None:
-        monkeypatch.delenv(name)
+    monkeypatch.setenv(name, "")  # so that what the command sets is undone
+    monkeypatch.delenv(name)
     found: list[str | None] = []
 
     @contextmanager
