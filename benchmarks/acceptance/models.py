@@ -175,10 +175,6 @@ class Decoder:
         self.lengths = self.lengths[requests]
         self.cache.keep(requests)
 
-    def cut(self, lengths: torch.Tensor) -> None:
-        """Forget what stands behind the first ``lengths`` int64 [R] tokens of each context."""
-        self.lengths = lengths
-
     def append(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Extend each context by the first ``counts[r]`` of ``tokens`` [R, E].
 

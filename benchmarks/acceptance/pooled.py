@@ -3,35 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
 
 from benchmarks.acceptance.models import Branches, Decoder
 from dyntree_plugin.tree.pooled import mixture
-
-
-class TreeBranches(Protocol):
-    """What `Branches` does."""
-
-    def extend(
-        self,
-        tokens: torch.Tensor,
-        depths: torch.Tensor,
-        ancestors: torch.Tensor,
-        valid: torch.Tensor,
-    ) -> torch.Tensor: ...
-
-
-class DraftDecoder(Protocol):
-    """What growth asks of a `Decoder`."""
-
-    @property
-    def lengths(self) -> torch.Tensor: ...
-    def keep(self, requests: torch.Tensor) -> None: ...
-    def append(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor: ...
-    def branches(self, columns: int, depth: int) -> TreeBranches: ...
 
 
 class PooledDecoder:
@@ -53,8 +30,11 @@ class PooledDecoder:
         """Do as `Decoder.append`."""
         return mixture([decoder.append(tokens, counts) for decoder in self._decoders])
 
-    def branches(self, columns: int, depth: int) -> TreeBranches:
+    def branches(self, columns: int, depth: int) -> _PooledBranches:
         return _PooledBranches([decoder.branches(columns, depth) for decoder in self._decoders])
+
+
+DraftDecoder = Decoder | PooledDecoder
 
 
 class _PooledBranches:
@@ -63,11 +43,6 @@ class _PooledBranches:
     def __init__(self, branches: Sequence[Branches]) -> None:
         self._branches = branches
 
-    def extend(
-        self,
-        tokens: torch.Tensor,
-        depths: torch.Tensor,
-        ancestors: torch.Tensor,
-        valid: torch.Tensor,
-    ) -> torch.Tensor:
-        return mixture([b.extend(tokens, depths, ancestors, valid) for b in self._branches])
+    def extend(self, *nodes: torch.Tensor) -> torch.Tensor:
+        """Do as `Branches.extend`."""
+        return mixture([each.extend(*nodes) for each in self._branches])
