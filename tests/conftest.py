@@ -14,6 +14,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Tests run side by side. With a thread for every core in each of them, threads would wait for
     # others that do not run; and vLLM would bind them to the same cores.
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from quick_interpreter import quicken
+
+    quicken()
 
 FIGURE = "figure"
 """Name of the report property that holds a test's measured figures."""

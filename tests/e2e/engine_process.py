@@ -6,6 +6,7 @@ takes the file of a job and the file to write the results to, both JSON.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -197,6 +198,7 @@ class Engine:
         from vllm import LLM
         from vllm.utils.import_utils import resolve_obj_by_qualname
 
+        gc.freeze()  # as in forked.py
         if "." in (executor := arguments.get(EXECUTOR, "")):  # vLLM asks it about pipelines
             arguments = arguments | {EXECUTOR: resolve_obj_by_qualname(executor)}
         self.llm = LLM(**DEFAULTS | arguments)

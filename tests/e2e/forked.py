@@ -2,11 +2,13 @@
 
 The import takes 7 of the 10 to 14 seconds of CPU time that an engine takes to start. A server of
 `multiprocessing` imports it once and starts no thread. Every program begins as a copy of that
-server.
+server, and leaves what is imported out when it collects garbage: vLLM does so ten times while an
+engine starts, which took 6 of 9.5 seconds.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -88,6 +90,7 @@ def _become(
     program: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> None:
     os.setsid()
+    gc.freeze()
     with log.open("a") as stream:
         for printed in (1, 2):
             os.dup2(stream.fileno(), printed)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from quick_interpreter import quicken
 
 from emulated.tape import RUBBISH, Tape
 
@@ -154,30 +155,9 @@ def emulate() -> None:
     platform.get_valid_backends = classmethod(lambda cls, capability, wanted: ([], {}))
     # Attention layers then launch within the capture instead of through an operation.
     platform.opaque_attention_op = classmethod(lambda cls: False)
-    _quicken_interpreter()
+    quicken(check_overflow=False)
     _take_nan()
     _record_launches()
-
-
-def _quicken_interpreter() -> None:
-    """Make the interpreter faster.
-
-    It patches Triton's language at every call of a function within a kernel, where once is enough,
-    and it checks integers for overflow.
-    """
-    from triton.runtime import interpreter
-
-    patched = set()
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.fn not in patched:
-            patched.add(self.fn)
-            interpreter._patch_lang(self.fn)
-        return self.rewrite()(*args, **kwargs)
-
-    function: Any = interpreter.InterpretedFunction
-    function.__call__ = call
-    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
 
 
 def _take_nan() -> None:

@@ -22,8 +22,11 @@ __all__ = ["CASES", "TOLERANCES", "Results"]
 
 def complete_interpreter() -> None:
     """Add to Triton's interpreter what these kernels need and it lacks."""
+    from quick_interpreter import quicken
     from triton.backends import Backend, backends
     from triton.runtime.interpreter import InterpreterBuilder
+
+    quicken()
 
     class ActiveDriver:
         @staticmethod

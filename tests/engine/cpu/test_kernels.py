@@ -27,7 +27,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, cases.Res
     path = tmp_path_factory.mktemp("cases") / "results.pt"
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}",
         "OMP_NUM_THREADS": "1",
     }
     subprocess.run([sys.executable, cases.__file__, str(path)], env=environment, check=True)
