@@ -196,8 +196,8 @@ def _as_people_ask(number: int) -> Request:
     return Request(PROMPTS[number], params | _ASKED[number % len(_ASKED)])
 
 
-FROM_PEOPLE = [_as_people_ask(number) for number in range(len(PROMPTS))]
-"""All that a request can ask for, to be served in one batch."""
+FROM_PEOPLE = [_as_people_ask(n) for n in range(2 * len(_ASKED) * len(_TEMPERATURES))]
+"""All that a request can ask for at each temperature, to be served in one batch."""
 
 
 def limited(requests: Sequence[Request], *limits: int | None) -> Run:

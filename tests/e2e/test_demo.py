@@ -34,6 +34,7 @@ def test_the_command_completes_draws_and_finds_the_same_text() -> None:
     assert "WARNING" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_models_that_do_not_fit_end_with_status_2_before_any_engine_starts(
     model_folder: Callable[..., str],
 ) -> None:

@@ -17,7 +17,7 @@ import workload
 from serving import Server, completion, server, wait_until
 from soak import metrics_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 END_SECONDS = 120
 """Most seconds for a server to end. vLLM takes a few; this bound only tells a server that hangs."""
@@ -100,9 +100,7 @@ def _ended(processes: list[psutil.Process], seconds: float) -> list[psutil.Proce
     return alive
 
 
-@pytest.mark.parametrize(
-    "title", ["VLLM::EngineCore", pytest.param("VLLM::Worker", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("title", ["VLLM::EngineCore", "VLLM::Worker"])
 def test_a_server_whose_engine_is_killed_ends_its_streams_and_itself(
     title: str, tmp_path: Path
 ) -> None:

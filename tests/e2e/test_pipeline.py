@@ -19,9 +19,8 @@ REQUESTS = workload.each_kind(range(24))
 TREES = {
     "trees": Run(REQUESTS),
     "sample": workload.SAMPLE,
-    **{name: workload.TREE_RUNS[name] for name in ("warm", "continued", "aborted")},
+    **{name: workload.TREE_RUNS[name] for name in ("continued", "aborted")},
     **{name: Run(REQUESTS, sabotage=name) for name in BROKEN},
-    "after the sabotage": Run(REQUESTS),
 }
 TIGHT = {
     "demanding": Run(workload.DEMANDING),

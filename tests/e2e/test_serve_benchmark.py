@@ -127,6 +127,7 @@ def test_a_server_is_measured(server: str, tmp_path: Path) -> None:
         assert run.tpot_ms > 0
 
 
+@pytest.mark.slow
 def test_what_a_server_refuses_is_told_in_a_line(server: str) -> None:
     command = [sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve", "--base-url", server]
     done = subprocess.run(

@@ -214,7 +214,7 @@ class FeatureChecks(AttentionChecks):
         trees = [trees[number % 3] for number in range(len(contexts))]
         for layout in (*self.layouts, *(self.quantised if name == "all" else ())):
             case = self.with_features([tree_mask(tree) for tree in trees], contexts, name, **layout)
-            for way in self.ways:
+            for way in self.ways[: 1 if self.few and name != "all" else None]:
                 assert_matches(case, **way)
         exact = self.with_features([tree_mask(tree) for tree in trees], contexts, name)
         out = exact.run().cpu().double()
