@@ -109,6 +109,8 @@ class TreeMetadataBuilder:
             return TreeAttentionMetadata(self._drafting_kernel.plan(rows), None)
         if tree_mask is None and self.is_left_to_stock(common):
             return self.build_stock(common, fast_build)
+        if common.max_query_len > buffers.columns and not self._serves_any(common):
+            return self.build_stock(common, fast_build)
         mask: Mapping[str, Any] = {}
         if tree_mask is not None:
             mask = {
@@ -136,6 +138,13 @@ class TreeMetadataBuilder:
     def build_stock(self, common: CommonAttentionMetadata, fast_build: bool) -> Any:
         stock: Any = super()
         return stock.build(0, common, fast_build)
+
+    def _serves_any(self, common: CommonAttentionMetadata) -> bool:
+        """Return whether any request has rows, and no more than a tree."""
+        if self._buffers is None:
+            return False
+        rows = torch.diff(common.query_start_loc_cpu)
+        return bool(((rows > 0) & (rows <= self._buffers.columns)).any())  # sync: host memory
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         common = common_attn_metadata

@@ -76,6 +76,19 @@ def test_vllm_plans_prompts_by_bounds_that_fit_its_buffers(
     assert (builder._num_speculative_tokens, builder.reorder_batch_threshold) == (0, 1)
 
 
+@pytest.mark.parametrize("on_device", [True, False])
+def test_prompts_that_are_longer_than_trees_are_vllms_alone(
+    builder_of: Any, on_device: bool
+) -> None:
+    builder = builder_of(on_device=on_device)
+    for rows, ours in (((20, 30), False), ((20, COLUMNS), True), ((1, 20), True)):
+        found = builder.build(0, batch(*rows, context=50))
+        assert isinstance(found, TreeAttentionMetadata) == ours
+    # vLLM fills prompts up with drafts that are no trees.
+    found = builder.build(0, batch(20, 30), tree_mask=mask([-1, -1], 50))
+    assert not isinstance(found, TreeAttentionMetadata)
+
+
 def test_an_engine_without_trees_keeps_vllms_builder(builder_of: Any) -> None:
     builder = builder_of(engine(trees=False))
     given = batch(1, 20, context=LONGEST)
