@@ -272,9 +272,8 @@ class TreeRunnerMixin(TreeStage):
         grammar_output: GrammarOutput | None,
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
         """Verify the trees, by way of `RejectionSampler`; send the counts to the host."""
-        self.clock.next("sample")  # ends the target's stage, which `WithTreeMask` starts
+        self.clock.next("sample")
         output = super().sample(hidden_states, input_batch, grammar_output)
-        self.clock.stop()
         self._count(input_batch)
         # Before drafting, so that the copy need not wait for it.
         self._record.send(self.ops.send)

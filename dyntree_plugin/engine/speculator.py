@@ -93,11 +93,11 @@ class TreeProposals(BaseSpeculator):
         sampled = Sampled(num_sampled, last_sampled, next_prefill_tokens[0], hidden)
         grows = num_speculative_tokens != 0
         step, packed = self.steps.step, self.steps.packed(input_batch)
-        with self.compose.ops.clock("verify"):
-            # The output is on its way to the host by now, and does not wait for what is learned.
-            if step.learning is not None:
-                step.learning()
-            step.drafted = self.drafter.draft(step, packed, input_batch, sampled, grows=grows)
+        # The output is on its way to the host by now, and does not wait for what is learned.
+        if step.learning is not None:
+            self.compose.ops.clock.next("verify")
+            step.learning()
+        step.drafted = self.drafter.draft(step, packed, input_batch, sampled, grows=grows)
         drafts = step.drafted.tokens
         return self.draft_tokens[:num_reqs] if drafts is None else drafts
 

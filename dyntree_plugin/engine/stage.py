@@ -135,11 +135,11 @@ class TreeStage(AdapterRows):
     def place(self, batch: InputBatch) -> None:
         """Give rows of nodes their positions, and the batch a mask."""
         if batch.num_draft_tokens:
-            with self.clock("place"):
-                prefill_len = self.req_states.prefill_len.gpu
-                of_rows = batch.positions.clone() if self._uses_mrope else None
-                self.step.mask = place_nodes(batch, self.trees, prefill_len, self.ops)
-                self.step.shift = None if of_rows is None else batch.positions - of_rows
+            self.clock.start("place")
+            prefill_len = self.req_states.prefill_len.gpu
+            of_rows = batch.positions.clone() if self._uses_mrope else None
+            self.step.mask = place_nodes(batch, self.trees, prefill_len, self.ops)
+            self.step.shift = None if of_rows is None else batch.positions - of_rows
 
     def _take_mask(self) -> TreeMask | None:
         """Give the mask to the target's attention, once."""

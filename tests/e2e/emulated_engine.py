@@ -17,16 +17,21 @@ from engine_process import Engine, Result, Run, answered, main, result_of
 
 @dataclass(frozen=True)
 class Emulated:
-    """A run's ``result``, and its number of graph replays by the stage that captured the graph."""
+    """A run's ``result``, its number of graph replays by the stage that captured the graph, and of
+    launches of dyntree's kernels outside of graphs."""
 
     result: Result
     replays: dict[str, int]
+    launches: dict[str, int]
 
 
 def serve_emulated(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Emulated]:
     """Start an engine as on CUDA, and work through the runs."""
     found = answered(__file__, engine, runs, threads=1, fresh=True, TRITON_INTERPRET="1")
-    return {name: Emulated(result_of(one["result"]), one["replays"]) for name, one in found.items()}
+    return {
+        name: Emulated(result_of(one["result"]), one["replays"], one["launches"])
+        for name, one in found.items()
+    }
 
 
 class EmulatedEngine(Engine):
@@ -47,9 +52,10 @@ class EmulatedEngine(Engine):
         from emulated import device
 
         device.replays.clear()
+        device.launches.clear()
         result = self.work(run)
         self.llm.reset_prefix_cache()
-        return Emulated(result, dict(device.replays))
+        return Emulated(result, dict(device.replays), dict(device.launches))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from emulated_engine import Emulated, EmulatedEngine
@@ -24,7 +25,10 @@ def serve_on_flashinfer(
     """
     asked = {CAPABILITY: "{}.{}".format(*capability), "VLLM_KV_CACHE_LAYOUT": layout}
     found = answered(__file__, engine, runs, threads=1, fresh=True, TRITON_INTERPRET="1", **asked)
-    return {name: Emulated(result_of(one["result"]), one["replays"]) for name, one in found.items()}
+    return {
+        name: Emulated(result_of(one["result"]), one["replays"], one["launches"])
+        for name, one in found.items()
+    }
 
 
 class FlashInferEngine(EmulatedEngine):
@@ -33,7 +37,7 @@ class FlashInferEngine(EmulatedEngine):
 
         flashinfer.runs.clear()
         found = super().emulate(run)
-        return Emulated(found.result, found.replays | flashinfer.runs)
+        return replace(found, replays=found.replays | flashinfer.runs)
 
 
 if __name__ == "__main__":

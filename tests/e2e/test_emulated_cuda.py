@@ -258,6 +258,15 @@ def test_the_steps_were_replayed(budget: str, name: str, runs: Served) -> None:
     assert min(emulated.replays.values()) >= len(emulated.result.seconds) / 3
 
 
+def test_a_decode_step_launches_one_kernel_outside_of_graphs_and_replays_few(runs: Served) -> None:
+    found = runs.emulated("fixed")["three"]
+    verified = found.replays["verification"] / 2  # the walk, and what is learned
+    assert found.launches == {"_place": verified}
+    # The catch-up, three forwards as a run of two and one of one, and the finish. The prompts have
+    # no graph of a catch-up, and the last step grows no tree.
+    assert found.replays["drafting"] == 4 * verified
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_a_pipeline_of_two_stages_gives_the_tokens_of_one_without_trees(

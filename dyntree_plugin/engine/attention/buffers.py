@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Protocol
+
 import torch
 
 from dyntree_kernels.ancestors import pack_bits
@@ -26,6 +29,15 @@ class MaskBuffers:
         self._ctx_lens = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
         self._bits = torch.zeros(max_rows, words, dtype=torch.int32, device=device)
         self._filled = 0  # Only so many leading context lengths may differ from -1.
+
+    @property
+    def rows(self) -> int:
+        """The most rows of a batch."""
+        return self._bits.shape[0]
+
+    def room(self, requests: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where `fill` puts the masks of such a batch, which is not copied from there."""
+        return self._ctx_lens[:requests], self._bits[:rows]
 
     def fill(
         self,
@@ -52,7 +64,7 @@ class MaskBuffers:
             and bits int32 [T, words].
         """
         requests = seq_lens.shape[0]
-        out_lens, out_bits = self._ctx_lens[:requests], self._bits[:num_rows]
+        out_lens, out_bits = self.room(requests, num_rows)
         real = 0 if ctx_lens is None else ctx_lens.shape[0]
         if not all_trees:
             self._fill_chains(query_start_loc, seq_lens, out_lens, out_bits)
@@ -63,8 +75,9 @@ class MaskBuffers:
             return out_lens, out_bits
         rows = ancestor_bits.shape[0]
         if all_trees:
-            out_lens[:real].copy_(ctx_lens)
-            out_bits[:rows].copy_(ancestor_bits)
+            if ancestor_bits.data_ptr() != out_bits.data_ptr():
+                out_lens[:real].copy_(ctx_lens)
+                out_bits[:rows].copy_(ancestor_bits)
             return out_lens, out_bits
         is_tree = ctx_lens >= 0
         of_tree = is_tree[_request_of_row(query_start_loc[: real + 1], rows)]
@@ -87,6 +100,25 @@ class MaskBuffers:
         row = torch.arange(out_bits.shape[0], device=out_bits.device)
         place = (row - query_start_loc[request]).clamp(max=self.columns - 1)
         out_bits.copy_(self._chain[place])
+
+
+class Masked(Protocol):
+    """A builder of metadata that reads masks from buffers."""
+
+    masks: MaskBuffers
+
+
+def shared(builders: Iterable[Masked]) -> MaskBuffers | None:
+    """Let the builders of an engine share the largest of their buffers, and return it.
+
+    All of them get the masks of the same batches. Without a builder there are none.
+    """
+    every = list(builders)
+    largest = max((each.masks for each in every), key=lambda masks: masks.rows, default=None)
+    for each in every:
+        if largest is not None:
+            each.masks = largest
+    return largest
 
 
 def _request_of_row(query_start_loc: torch.Tensor, num_rows: int) -> torch.Tensor:

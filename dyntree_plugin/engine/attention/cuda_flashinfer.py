@@ -31,7 +31,7 @@ class FlashInferBuilder(TreeMetadataBuilder):
         self, spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(spec, layer_names, vllm_config, device)
-        if self._buffers is None:
+        if self.masks is None:
             return
         # As for an engine without drafts: decodes have one row, and the host's bounds are lengths.
         self.reorder_batch_threshold = 1
@@ -47,7 +47,7 @@ class FlashInferBuilder(TreeMetadataBuilder):
 
     def build_stock(self, common: CommonAttentionMetadata, fast_build: bool) -> Any:
         bounds = common.seq_lens_cpu_upper_bound
-        if self._buffers is not None and bounds is not None:
+        if self.masks is not None and bounds is not None:
             # With drafts in flight they may exceed the longest request, and vLLM's buffers.
             longest = self.model_config.max_model_len
             common = common.replace(seq_lens_cpu_upper_bound=bounds.clamp(max=longest))

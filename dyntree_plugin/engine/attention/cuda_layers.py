@@ -65,7 +65,7 @@ class TreeMetadataBuilder:
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
         plan = tree_plan(vllm_config)
-        self._buffers: MaskBuffers | None = None
+        self.masks: MaskBuffers | None = None
         if plan is None:
             return  # An engine without trees may follow one with trees in the same process.
         columns = plan.shape.node_budget + 1
@@ -73,7 +73,7 @@ class TreeMetadataBuilder:
         rows = max(vllm_config.scheduler_config.max_num_batched_tokens, requests * columns)
         # Numbers of requests and rows for which graphs were captured.
         self._captured: set[tuple[int, int]] = set()
-        self._buffers = MaskBuffers(requests, rows, columns, device)
+        self.masks = MaskBuffers(requests, rows, columns, device)
         stock: Any = self
         heads = Heads(stock.num_heads_q, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size)
         made = (vllm_config.compilation_config.static_forward_context[n] for n in layer_names)
@@ -90,9 +90,9 @@ class TreeMetadataBuilder:
 
     def warm_up(self, kv_cache: torch.Tensor, dtype: torch.dtype, table: torch.Tensor) -> None:
         """Compile kernels; the arguments are those of `TritonTrees.warm_up`."""
-        if self._buffers is not None:
+        if self.masks is not None:
             layers = self._layers.values()
-            self._drafting_kernel.warm_up(kv_cache, dtype, table, self._buffers, layers)
+            self._drafting_kernel.warm_up(kv_cache, dtype, table, self.masks, layers)
 
     def build(
         self,
@@ -101,7 +101,7 @@ class TreeMetadataBuilder:
         fast_build: bool = False,
         tree_mask: TreeMask | None = None,
     ) -> Any:
-        common, buffers = common_attn_metadata, self._buffers
+        common, buffers = common_attn_metadata, self.masks
         if buffers is None:
             return self.build_stock(common, fast_build)
         if tree_mask is not None and tree_mask.in_place:
@@ -141,10 +141,10 @@ class TreeMetadataBuilder:
 
     def _serves_any(self, common: CommonAttentionMetadata) -> bool:
         """Return whether any request has rows, and no more than a tree."""
-        if self._buffers is None:
+        if self.masks is None:
             return False
         rows = torch.diff(common.query_start_loc_cpu)
-        return bool(((rows > 0) & (rows <= self._buffers.columns)).any())  # sync: host memory
+        return bool(((rows > 0) & (rows <= self.masks.columns)).any())  # sync: host memory
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         common = common_attn_metadata
@@ -157,7 +157,7 @@ class TreeMetadataBuilder:
     def _is_graph_shaped(self, common: CommonAttentionMetadata) -> bool:
         """Return whether a graph can serve the batch: every request has as many rows as a tree."""
         rows = common.max_query_len
-        if self._buffers is None or not self.fewest_rows <= rows <= self._buffers.columns:
+        if self.masks is None or not self.fewest_rows <= rows <= self.masks.columns:
             return False
         return bool(common.num_actual_tokens == common.num_reqs * rows)
 

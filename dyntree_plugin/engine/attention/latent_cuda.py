@@ -56,7 +56,7 @@ class LatentTritonBuilder(LatentTreeBuilder):
 
     def warm_up(self, kv_cache: torch.Tensor, dtype: torch.dtype, table: torch.Tensor) -> None:
         """Compile kernels; the arguments are those of `LatentTrees.warm_up`."""
-        self._kernel.warm_up(kv_cache, dtype, table, self._buffers, self._features)
+        self._kernel.warm_up(kv_cache, dtype, table, self.masks, self._features)
 
 
 class WithSmallWorkspace(LatentTreeImpl):

@@ -67,7 +67,7 @@ class LatentTreeBuilder:
             raise RuntimeError("attention for trees was chosen for an engine without them")
         columns, requests = plan.shape.node_budget + 1, scheduler.max_num_seqs
         rows = max(scheduler.max_num_batched_tokens, requests * columns)
-        self._buffers = MaskBuffers(requests, rows, columns, device)
+        self.masks = MaskBuffers(requests, rows, columns, device)
         # Numbers of requests and rows for which graphs were captured.
         self._captured: set[tuple[int, int]] = set()
 
@@ -104,7 +104,7 @@ class LatentTreeBuilder:
             ancestor_bits=bits,
             num_rows=rows,
             # Each number may need another kernel; graphs compile theirs at capture.
-            max_rows=most if in_place or for_graph else self._buffers.columns,
+            max_rows=most if in_place or for_graph else self.masks.columns,
             query_start_loc_cpu=common.query_start_loc_cpu,
             kv_lens=None,
         )
@@ -133,7 +133,7 @@ class LatentTreeBuilder:
     def _short(self, common: CommonAttentionMetadata) -> tuple[int, int]:
         """Return how many requests come before the first one with more rows than a tree, and the
         most rows of one of them."""
-        columns = self._buffers.columns
+        columns = self.masks.columns
         if common.max_query_len <= columns:
             return common.num_reqs, common.max_query_len
         lengths = torch.diff(common.query_start_loc_cpu)
@@ -145,11 +145,11 @@ class LatentTreeBuilder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return context lengths and ancestor bits of the first requests."""
         if mask is None:
-            return self._buffers.fill(starts, seq_lens, rows)
+            return self.masks.fill(starts, seq_lens, rows)
         of_trees = mask.ctx_lens[: len(seq_lens)], mask.ancestor_bits[:rows]
         if mask.in_place:
             return of_trees
-        return self._buffers.fill(starts, seq_lens, rows, *of_trees, all_trees=not mask.has_plain)
+        return self.masks.fill(starts, seq_lens, rows, *of_trees, all_trees=not mask.has_plain)
 
 
 class LatentTreeImpl(WithFeatures):

@@ -83,7 +83,7 @@ def without_first(
 
 
 class _Clock(Protocol):
-    def start(self, stage: str) -> None: ...
+    def next(self, stage: str) -> None: ...
 
 
 class WithTreeMask:
@@ -127,5 +127,5 @@ class WithTreeMask:
         metadata = self._prepare_attn(
             input_batch, cudagraph_mode, block_tables, slot_mappings, of_target, *args, **kwargs
         )
-        self._clock.start("target")
+        self._clock.next("target")
         return metadata

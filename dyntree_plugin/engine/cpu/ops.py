@@ -41,7 +41,7 @@ class CPUOps:
         self._budget = budget
 
     def place(
-        self, batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor
+        self, batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor, *, all_trees: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return place(batch, trees, prefill_len)
 

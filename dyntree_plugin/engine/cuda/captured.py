@@ -1,10 +1,10 @@
 """Stages of a step as CUDA graphs, one for each of a few numbers of requests.
 
 vLLM runs its draft models without graphs. A decode step needs nothing of the host but the
-requests' rows and the number of draft forwards, so verification, the catch-up, every forward and
-every finished tree are a graph each. The first forward begins with the roots and look-up, which
-have a separate graph for steps without a forward. What passes from one graph to the next lies
-at fixed addresses.
+requests' rows and the number of draft forwards, so verification, the catch-up, runs of forwards and
+every finished tree are a graph each. The first run begins with the roots and look-up, which have a
+separate graph for steps without a forward. What passes from one graph to the next lies at fixed
+addresses.
 """
 
 from __future__ import annotations
@@ -173,9 +173,11 @@ class CapturedDrafting:
         most: int,
         spare: int,
         vocabulary: int,
+        fewest_forwards: int = 0,
     ) -> None:
         """``numbers_emitted``: how many tokens a request can get at most, for trees of each size.
-        ``most``: the most requests of a captured batch. ``vocabulary``: the target's."""
+        ``most``: the most requests of a captured batch. ``vocabulary``: the target's.
+        ``fewest_forwards``: of a step."""
         self._stages = stages
         self._spare = spare
         sizes = request_sizes(most)
@@ -201,30 +203,31 @@ class CapturedDrafting:
             number: graphs(self._run_catch_up, roots, Input(tokens[:, :number]), counts)
             for number in (sorted(numbers_emitted) if stages.has_draft else ())
         }
-        every = range(len(stages.widths))
+        every = len(stages.widths)
         self.whole = self.root = None
         self.logits: CapturedLogits | None = None
-        self.forwards: list[RequestGraphs] = []
-        self.finish: list[RequestGraphs] = []
+        self.runs: dict[range, RequestGraphs] = {}
+        self.finish: dict[int, RequestGraphs] = {}
+        self.fewest_forwards = fewest_forwards
         if not stages.resumable or not stages.has_draft or stages.block:
             self.whole = graphs(self._run_whole)
+            self.fewest_forwards = every
         else:
-            self.root = graphs(self._run_root)
-            self.forwards = [graphs(partial(self._run_forward, number)) for number in every]
-            self.finish = [graphs(partial(self._run_finish, n)) for n in range(len(every) + 1)]
+            self.root = None if fewest_forwards else graphs(self._run_root)
+            numbers = range(fewest_forwards, every + 1)
+            runs = dict.fromkeys(run for number in numbers for run in runs_of(number))
+            self.runs = {run: graphs(partial(self._run_forwards, run)) for run in runs}
+            self.finish = {n: graphs(partial(self._run_finish, n)) for n in numbers}
         if stages.resumable and stages.has_draft:
             self.logits = CapturedLogits(stages, packed, sizes, self.requests, vocabulary)
-
-    @property
-    def fewest_forwards(self) -> int:
-        return 0 if self.whole is None else len(self._stages.widths)
 
     @property
     def stages(self) -> list[RequestGraphs]:
         """The graphs of every stage, those that end with logits at the end."""
         growth = [graphs for graphs in (self.root, self.whole) if graphs is not None]
         ranked = () if self.logits is None else self.logits.stages
-        return [*self.catch_up.values(), *growth, *self.forwards, *self.finish, *ranked]
+        grown = (*self.runs.values(), *self.finish.values())
+        return [*self.catch_up.values(), *growth, *grown, *ranked]
 
     def capture(self, record: Record) -> None:
         for graphs in self.stages:
@@ -247,10 +250,7 @@ class CapturedDrafting:
     @property
     def first(self) -> RequestGraphs:
         """The graphs that growth begins with, which take the requests alone."""
-        found = self.root or self.whole
-        if found is None:
-            raise RuntimeError("drafting has graphs of its stages, or of all of them as one")
-        return found
+        return self.whole or self.root or next(iter(self.runs.values()))
 
     def requests(self, packed: torch.Tensor) -> Requests:
         """Name the columns of packed requests on the device."""
@@ -266,13 +266,14 @@ class CapturedDrafting:
         self._stages.root(self.requests(packed))
         return ()
 
-    def _run_forward(self, number: int, packed: torch.Tensor) -> Tensors:
+    def _run_forwards(self, run: range, packed: torch.Tensor) -> Tensors:
         requests = self.requests(packed)
-        if number:
-            self._stages.resume(requests, number)
-        else:
-            self._stages.root(requests)
-        self._stages.forward(requests, number)
+        for number in run:
+            if number:
+                self._stages.resume(requests, number)
+            else:
+                self._stages.root(requests)
+            self._stages.forward(requests, number)
         return ()
 
     def _run_finish(self, forwards: int, packed: torch.Tensor) -> Tensors:
@@ -285,6 +286,19 @@ class CapturedDrafting:
         return (grow(eager, len(self._stages.widths))[0],)
 
 
+def runs_of(forwards: int) -> list[range]:
+    """Split so many forwards into runs of a power of two each, the longest first.
+
+    So a step replays few graphs whatever their number, and few different runs are captured.
+    """
+    found, first = [], 0
+    while first < forwards:
+        end = first + (1 << ((forwards - first).bit_length() - 1))
+        found.append(range(first, end))
+        first = end
+    return found
+
+
 class Replay:
     """A `Player` that replays graphs over the requests of one step."""
 
@@ -295,24 +309,27 @@ class Replay:
     def catch_up(self, step: CatchUp) -> None:
         captured, emitted = self._drafting.catch_up, step.emitted
         most = next(number for number in captured if number >= emitted.most)
-        self._drafting.receive(replace(step, emitted=replace(emitted, most=most)))
+        if most != emitted.most:
+            step = replace(step, emitted=replace(emitted, most=most))
+        self._drafting.receive(step)
         captured[most](self._packed, emitted.roots, emitted.tokens[:, :most], emitted.counts)
 
     def root(self) -> None:
-        self.fill()  # The graph of the first forward begins with the root.
+        self.fill()  # The first run of forwards begins with the root.
 
     def forward(self, number: int) -> bool:
-        if self._drafting.whole is None:
-            self._drafting.forwards[number].replay(len(self._packed))
-        return True
+        return True  # `finish` knows how many there are, and replays them in few graphs.
 
     def fill(self) -> None:
         """Fill in the requests, where neither verification nor the catch-up has a graph."""
         self._drafting.first.fill((self._packed,))
 
     def finish(self, forwards: int) -> torch.Tensor:
-        if not forwards and self._drafting.root is not None:
-            self._drafting.root.replay(len(self._packed))
+        drafting, requests = self._drafting, len(self._packed)
+        for run in runs_of(forwards) if drafting.whole is None else ():
+            drafting.runs[run].replay(requests)
+        if not forwards and drafting.root is not None:
+            drafting.root.replay(requests)
         return self.finish_grown(forwards)
 
     def finish_grown(self, forwards: int) -> torch.Tensor:

@@ -58,8 +58,9 @@ class EventClock(Clock):
         self._mark()
 
     def next(self, stage: str) -> None:
-        self._running[-1:] = [stage]
-        self._mark()
+        if self._running[-1:] != [stage]:
+            self._running[-1:] = [stage]
+            self._mark()
 
     def stop(self) -> None:
         if self._running:

@@ -15,6 +15,7 @@ from dyntree_kernels.cuda.look_up import look_up
 from dyntree_kernels.cuda.paths import KERNELS
 from dyntree_kernels.cuda.place import place
 from dyntree_kernels.cuda.walk import walk
+from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.cuda.clock import EventClock
 from dyntree_plugin.engine.cuda.kinds import KINDS
 from dyntree_plugin.engine.step.clock import Clock
@@ -40,11 +41,16 @@ class CUDAOps:
     def __init__(self, send: Send) -> None:
         self.clock: Clock = EventClock()
         self.send = send
+        self.masks: MaskBuffers | None = None
+        """Where attention reads the masks of batches in which every request has a tree."""
 
     def place(
-        self, batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor
+        self, batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor, *, all_trees: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         requests = batch.num_reqs
+        room = None
+        if all_trees and self.masks is not None:
+            room = self.masks.room(requests, batch.num_tokens)
         return place(
             batch.positions,
             batch.idx_mapping,
@@ -55,6 +61,7 @@ class CUDAOps:
             trees.depths,
             trees.ancestors,
             batch.num_tokens,
+            room,
         )
 
     def row_writer(self, memory: RowMemory) -> RowWriter:

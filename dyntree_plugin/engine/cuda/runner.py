@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.states import RequestState
 
+from dyntree_plugin.engine.attention.buffers import shared
 from dyntree_plugin.engine.configuration import uses_adaptive_budget
 from dyntree_plugin.engine.cuda.capture import free_memory, recorder
 from dyntree_plugin.engine.cuda.captured import MOST_REQUESTS, CapturedDrafting, CapturedStages
@@ -39,6 +40,8 @@ HEAD_START_CYCLES = 40_000_000
 class GPUStage(TreeStage):
     """What CUDA adds to every stage of a pipeline."""
 
+    ops: CUDAOps
+
     def make_ops(self) -> TreeOps:
         # The main stream is the one that is current when it is first asked for.
         return CUDAOps(StreamSend(lambda: self.main_stream, self.output_copy_stream))
@@ -63,6 +66,9 @@ class GPUStage(TreeStage):
         super().initialize_kv_cache(*args, **kwargs)
         thin_out(self.cudagraph_manager)
         offer_larger(self.cudagraph_manager)
+        every = (group for groups in self.attn_groups for group in groups)
+        builders: list[Any] = [group.get_metadata_builder(0) for group in every]
+        self.ops.masks = shared(builders)
 
 
 class EarlierGPUStage(GPUStage, EarlierStage):
@@ -82,11 +88,12 @@ class TreeGPUModelRunner(GPUStage, TreeRunnerMixin):
         if most < self.max_num_reqs:
             logger.info_once("Batches of more than %d requests draft without CUDA graphs.", most)
         shape = self.trees.shape
-        sizes = [shape.node_budget]
+        sizes, fewest = [shape.node_budget], len(stages.widths)
         if uses_adaptive_budget(self.vllm_config):
-            sizes = [*node_buckets(shape.node_budget)]
+            sizes, fewest = [*node_buckets(shape.node_budget)], 0
         numbers = sorted({1 + min(size, shape.max_depth) for size in sizes})
-        return CapturedDrafting(stages, numbers, most, self.trees.spare, self.trees.vocabulary)
+        of_trees = self.trees.spare, self.trees.vocabulary
+        return CapturedDrafting(stages, numbers, most, *of_trees, fewest)
 
     @contextmanager
     def _recording(self) -> Iterator[Record]:

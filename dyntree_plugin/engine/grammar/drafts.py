@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from vllm.v1.outputs import DraftTokenIds
@@ -23,7 +23,7 @@ class TreeDrafts(DraftTokenIds):
     parents: list[list[int]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Sent:
     tokens: DraftTokensHandler
     parents: Arrival | None = None
@@ -48,7 +48,7 @@ class RecentDrafts:
     def add_parents(self, parents: Arrival | None) -> None:
         """Note the parents of this step's nodes, after their number, int64 [R, 1 + N]; None if the
         scheduler needs none."""
-        self._sent[-1] = replace(self._sent[-1], parents=parents)
+        self._sent[-1].parents = parents
 
     def take(self) -> DraftTokenIds | None:
         """Return the drafts of all steps whose parents were noted, of each request the last;

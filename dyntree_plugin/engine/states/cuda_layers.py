@@ -45,7 +45,7 @@ class WithDraftsOnCUDA(WithDrafts):
     def __init__(self, spec: Any, names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(spec, names, vllm_config, device)
         columns, requests = _columns(vllm_config), vllm_config.scheduler_config.max_num_seqs
-        self._buffers = MaskBuffers(requests, requests * columns, columns, device)
+        self.masks = MaskBuffers(requests, requests * columns, columns, device)
 
     @classmethod
     def get_cudagraph_support(cls, *_: Any) -> AttentionCGSupport:
@@ -74,12 +74,12 @@ class WithDraftsOnCUDA(WithDrafts):
         all_trees: bool = False,
     ) -> TreeRows:
         starts = common.query_start_loc[: requests + 1]
-        filled = self._buffers.fill(
+        filled = self.masks.fill(
             starts, common.seq_lens[:requests], rows, *masks, all_trees=all_trees
         )
         uniform = rows == requests * common.max_query_len
         # Each number may need another kernel; graphs compile theirs at capture.
-        most = common.max_query_len if uniform else self._buffers.columns
+        most = common.max_query_len if uniform else self.masks.columns
         return TreeRows(self.kept[:requests, 0], starts, *filled, most)
 
     def warm_up(self, *_: Any) -> None:

@@ -41,7 +41,7 @@ class Clock(Protocol):
     def start(self, stage: str) -> None: ...
 
     def next(self, stage: str) -> None:
-        """End the innermost stage, and start another in its place."""
+        """End the innermost stage, and start another in its place, unless it is that one."""
         ...
 
     def stop(self) -> None:

@@ -78,9 +78,9 @@ class TreeOps(Protocol):
         ...
 
     def place(
-        self, batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor
+        self, batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor, *, all_trees: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do what `place.place` does."""
+        """Do what `place.place` does; ``all_trees``: whether every request has a tree."""
         ...
 
     def row_writer(self, memory: RowMemory) -> RowWriter:

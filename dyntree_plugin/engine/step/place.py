@@ -26,8 +26,9 @@ def place_nodes(
     drafted = int((drafts > 0).sum())
     if not (drafts[:drafted] > 0).all():
         raise RuntimeError("vLLM's batch does not begin with the requests that have drafts")
-    placed = ops.place(batch, trees, prefill_len)
-    return TreeMask(*placed, has_plain=bool(plain.any()), drafted=drafted)
+    has_plain = bool(plain.any())
+    placed = ops.place(batch, trees, prefill_len, all_trees=not has_plain)
+    return TreeMask(*placed, has_plain=has_plain, drafted=drafted)
 
 
 def place(

@@ -47,6 +47,7 @@ def place(
     depths: torch.Tensor,
     ancestors: torch.Tensor,
     num_rows: int,
+    room: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Set the positions of tree rows to those of their nodes, and make the batch's mask.
 
@@ -61,6 +62,7 @@ def place(
         seq_lens: int32 [R], with this step's rows.
         prefill_lens: int32 [S], tokens that the requests had before their first was sampled.
         depths: int64 [S, N], and ancestors: int32 [S, N + 1, words], the trees.
+        room: where the result goes; by default it is allocated.
 
     Returns:
         int32 [R], the positions before a request's rows if it has a tree with nodes and all of its
@@ -74,12 +76,13 @@ def place(
     if not all(array.is_contiguous() for array in arrays):
         raise ValueError("the arrays of a batch and its trees must be dense")
     requests, (nodes, words) = slots.shape[0], (depths.shape[1], ancestors.shape[2])
-    ctx_lens = torch.empty(requests, dtype=torch.int32, device=positions.device)
-    bits = torch.empty(num_rows, words, dtype=torch.int32, device=positions.device)
+    if room is None:
+        ctx_lens = torch.empty(requests, dtype=torch.int32, device=positions.device)
+        room = ctx_lens, torch.empty(num_rows, words, dtype=torch.int32, device=positions.device)
     if requests:
         rows = triton.next_power_of_2(nodes + 1)
         _place[(requests,)](
-            *arrays, ctx_lens, bits, nodes, words, ROWS=rows,
+            *arrays, *room, nodes, words, ROWS=rows,
             num_warps=max(1, min(8, rows // 128)),
         )  # fmt: skip
-    return ctx_lens, bits
+    return room

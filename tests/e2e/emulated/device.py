@@ -23,6 +23,9 @@ PROCESSORS = 2
 replays: Counter[str] = Counter()
 """Number of graph replays, by the stage that captured the graph."""
 
+launches: Counter[str] = Counter()
+"""Number of launches of dyntree's kernels outside of graphs, by kernel."""
+
 _arriving: list[Callable[[], None]] = []
 _idle = False
 
@@ -184,7 +187,14 @@ def _record_launches() -> None:
     from vllm.triton_utils.dispatcher import KernelOverride
 
     interpreted: Any = InterpretedFunction
-    interpreted.run = recorded(interpreted.run)
+    run = interpreted.run
+
+    def counted(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        if Tape.replaying is None and kernel.fn.__module__.startswith("dyntree_kernels."):
+            launches[kernel.fn.__name__] += 1
+        run(kernel, *args, **kwargs)
+
+    interpreted.run = recorded(counted)
     vllms_own: Any = KernelOverride
     vllms_own._launch = recorded(dense_vectors(vllms_own._launch))
 

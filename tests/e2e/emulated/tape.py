@@ -37,6 +37,7 @@ class Tape(TorchDispatchMode):
     """Record operations while it is entered; `replay` executes them again."""
 
     recording: ClassVar[Tape | None] = None
+    replaying: ClassVar[Tape | None] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,8 +84,10 @@ class Tape(TorchDispatchMode):
         if any(storage.expired() for storage in self._others.values()):
             raise RuntimeError("replayed a graph whose memory was freed")
         self._spoil()
+        Tape.replaying = self
         for step in self.steps:
             step()
+        Tape.replaying = None
         self._spoil(kept=True)
 
     def _at(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ def case() -> LatentCase:
 @pytest.fixture
 def builder() -> LatentNumbaBuilder:
     made = object.__new__(TreeCPUMLABackend.get_builder_cls())
-    made._buffers, made._captured = MaskBuffers(8, 64, 4, torch.device("cpu")), set()
+    made.masks, made._captured = MaskBuffers(8, 64, 4, torch.device("cpu")), set()
     return made
 
 
@@ -135,7 +135,7 @@ def test_graphs_are_planned_for_their_rows_and_other_batches_for_the_largest_tre
 ) -> None:
     planned: list[AttentionRows] = []
     monkeypatch.setattr(LatentNumbaBuilder, "attend", lambda _, rows: planned.append(rows))
-    builder._buffers = MaskBuffers(8, 64, 6, torch.device("cpu"))
+    builder.masks = MaskBuffers(8, 64, 6, torch.device("cpu"))
     for captured in (False, True):
         if captured:
             builder.build_for_cudagraph_capture(batch_of(case))

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
-from dyntree_plugin.engine.attention.buffers import MaskBuffers
+from dyntree_plugin.engine.attention.buffers import MaskBuffers, shared
 
 COLUMNS, REQUESTS, ROWS = 40, 5, 300
 """Trees have up to 40 rows, whose bits take two words."""
+
+
+class Operations(TorchDispatchMode):
+    """Count torch's operations by name while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -99,6 +116,28 @@ def test_requests_that_an_earlier_batch_had_are_padding(
         given = torch.tensor([100, 90]).int()
         ctx_lens, _ = buffers.fill(start, lengths, 80, given, trees[:80], all_trees=True)
         assert ctx_lens.tolist() == [100, 90, *[-1] * (requests - 2)]
+
+
+def test_masks_that_are_in_place_are_not_copied(buffers: MaskBuffers) -> None:
+    """Control: masks from elsewhere are."""
+    start, lengths, rows = batch((40, 100), (17, 60))
+    trees = torch.cat([tree_bits(40, 7), tree_bits(17, 8)])
+    given = torch.tensor([100, 60]).int()
+    for written, copies in (((given, trees), 2), (buffers.room(2, rows), 0)):
+        for place, values in zip(written, (given, trees), strict=True):
+            place.copy_(values)
+        with Operations() as operations:
+            found = buffers.fill(start, lengths, rows, *written, all_trees=True)
+        assert operations.counts["aten::copy_"] == copies
+        assert all(torch.equal(a, b) for a, b in zip(found, (given, trees), strict=True))
+
+
+def test_an_engines_builders_share_their_largest_buffers() -> None:
+    small, large = (MaskBuffers(REQUESTS, rows, COLUMNS, torch.device("cpu")) for rows in (80, 90))
+    builders: list[Any] = [SimpleNamespace(masks=each) for each in (small, large)]
+    assert shared(builders) is large
+    assert [each.masks for each in builders] == [large, large]
+    assert shared([]) is None
 
 
 def test_every_batch_is_found_at_the_same_addresses(buffers: MaskBuffers) -> None:

@@ -47,7 +47,7 @@ def test_one_graph_grows_the_trees_of_eager_drafting(
     assert made[0].trees.depths.max() == plan.shape.max_depth
     replayed = made[1].drafting
     assert replayed.whole is not None
-    assert not replayed.forwards
+    assert not replayed.runs
 
 
 Change = Callable[[pytest.MonkeyPatch, BlockDraft], None]

@@ -140,7 +140,8 @@ def test_a_graph_of_another_number_of_forwards_is_seen(
     draftings: Make,
 ) -> None:
     made = draftings()
-    made[1].drafting.finish = [made[1].drafting.finish[-1]] * (1 + FORWARDS)
+    of_all = made[1].drafting.finish[FORWARDS]
+    made[1].drafting.finish = dict.fromkeys(range(1 + FORWARDS), of_all)
     found = differing(made)
     assert {forwards for _, forwards in found} >= {*range(FORWARDS)}
 

@@ -96,6 +96,16 @@ def test_a_stage_that_takes_anothers_place_costs_one_mark(
     assert device.events == 4
 
 
+def test_a_stage_that_goes_on_costs_no_mark(clock: EventClock, device: Device) -> None:
+    clock.start("sample")
+    for _ in range(3):
+        device.work(10)
+        clock.next("verify")
+    device.work(10)
+    assert spent(clock.split()) == pytest.approx({"sample": 0.01, "verify": 0.03})
+    assert device.events == 3
+
+
 def test_asking_whether_times_are_there_does_not_wait(clock: EventClock, device: Device) -> None:
     times = step(clock, device)
     assert not times.ready()
