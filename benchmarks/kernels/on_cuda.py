@@ -18,6 +18,7 @@ import torch
 from triton import TritonError
 
 from benchmarks.kernels import cases, timing
+from dyntree_kernels import dispatch
 from dyntree_kernels.contracts import room_for
 from dyntree_kernels.cuda.attention import half_precision_tiling, tiling
 from dyntree_kernels.cuda.kv_move import KVMover
@@ -162,7 +163,7 @@ def small_kernels() -> dict[str, float]:
     }
 
 
-def write_table(result: dict[str, Any]) -> None:
+def print_table(result: dict[str, Any]) -> None:
     """Print the result as tables."""
     write = sys.stdout.write
     limits = result["ceilings"]
@@ -218,4 +219,6 @@ def main(arguments: list[str] | None = None) -> None:
             section()
         finally:
             options.output.write_text(json.dumps(result, indent=1) + "\n")
-    write_table(result)
+    print_table(result)
+    table = dispatch.write_table(benchmark.device, benchmark.attention)
+    sys.stdout.write(f"attention: auto follows {table} on this GPU\n")

@@ -70,12 +70,13 @@ def sizes_single_trees(vllm_config: VllmConfig, device_type: str) -> bool:
 
 
 def asked_attention(vllm_config: VllmConfig) -> tuple[str, list[Measurement]]:
-    """Return the options `attention` and `kernel_table`, which admission has checked."""
-    from dyntree_kernels.dispatch import load_table
+    """Return the options `attention` and `kernel_table`, which admission has checked; by default
+    the table is the one that the package brings."""
+    from dyntree_kernels.dispatch import load_table, shipped_table
 
     options = DynTreeOptions.of(vllm_config.additional_config)
     if options is None or options.kernel_table is None:
-        return options.attention if options else "auto", []
+        return options.attention if options else "auto", shipped_table()
     return options.attention, load_table(Path(options.kernel_table))
 
 

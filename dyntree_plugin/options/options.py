@@ -203,7 +203,7 @@ class DynTreeOptions(BaseModel):
         default=None,
         description="On CUDA: the result file of `python -m benchmarks.kernels` on such a GPU. The "
         "kernel that takes the least time per step at the nearest shape is used.",
-        json_schema_extra={"derived": "none: Triton's kernel"},
+        json_schema_extra={"derived": "the package's, of an H200; on other GPUs Triton's kernel"},
     )
 
     @field_validator("expansion", "acceptance", "drafts", mode="before")

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,9 @@ import torch
 from dyntree_kernels.features import SERVED
 
 logger = logging.getLogger(__name__)
+
+MEASURED = Path(__file__).with_name("measured")
+"""The tables that the package brings, a file for each GPU; `make gpu-kernels` writes them."""
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -83,6 +86,24 @@ def load_table(path: Path) -> list[Measurement]:
         return [Measurement(**{name: entry[name] for name in fields}) for entry in entries]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a result file of benchmarks.kernels: {error!r}") from error
+
+
+def shipped_table() -> list[Measurement]:
+    """Read the tables that the package brings."""
+    return [each for path in sorted(MEASURED.glob("*.json")) for each in load_table(path)]
+
+
+def write_table(device: str, entries: Collection[Mapping[str, object]]) -> Path:
+    """Keep what `choose` reads of a result's ``entries`` as the table of a ``device``."""
+    fields = Measurement.__dataclass_fields__
+    kept = [
+        json.dumps({name: entry[name] for name in fields})
+        for entry in entries
+        if entry["implementation"] in _OBSTACLE
+    ]
+    path = MEASURED / f"{device.lower().replace(' ', '-')}.json"
+    path.write_text('{"attention": [\n' + ",\n".join(kept) + "\n]}\n")
+    return path
 
 
 def _cpu(p: Problem) -> str | None:

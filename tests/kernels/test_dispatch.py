@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from dyntree_kernels.dispatch import Measurement, Problem, choose
+from dyntree_kernels import dispatch
+from dyntree_kernels.dispatch import Measurement, Problem, choose, load_table, shipped_table
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 HOPPER = Problem(
     device="NVIDIA H200", capability=(9, 0), heads=32, kv_heads=8, head_size=128,
@@ -30,6 +35,27 @@ def test_the_fastest_measurement_of_the_nearest_shape_decides() -> None:
         choice = choose(dataclasses.replace(HOPPER, rows=rows), GPU, table)
         assert choice.name == name
         assert "measured" in choice.reason
+
+
+def test_the_shipped_table_is_that_of_the_result_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped, result = shipped_table(), RESULTS / "kernels-h200.json"
+    assert shipped == [each for each in load_table(result) if each.implementation in GPU]
+    monkeypatch.setattr(dispatch, "MEASURED", tmp_path)
+    path = dispatch.write_table("NVIDIA H200", json.loads(result.read_text())["attention"])
+    assert path.name == "nvidia-h200.json"
+    assert shipped_table() == shipped
+
+
+def test_a_deeper_model_makes_more_of_a_plan_of_flashinfers() -> None:
+    short = dataclasses.replace(HOPPER, rows=17)
+    for layers, name in ((32, "triton"), (80, "flashinfer")):
+        choice = choose(dataclasses.replace(short, layers=layers), GPU, shipped_table())
+        assert (choice.name, choice.reason[:8]) == (name, "measured")
+    assert (
+        choose(dataclasses.replace(short, context=1 << 17), GPU, shipped_table()).name == "triton"
+    )
 
 
 @pytest.mark.parametrize(

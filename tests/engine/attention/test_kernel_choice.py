@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from dyntree_kernels import dispatch
 from dyntree_kernels.dispatch import Measurement, Problem
 from dyntree_plugin.engine.attention import choice
 from dyntree_plugin.engine.attention.kernels import Heads, TritonTrees
@@ -61,6 +62,14 @@ def test_with_a_table_the_fastest_serves(tmp_path: Path) -> None:
     assert isinstance(chosen(), TritonTrees)
     assert isinstance(chosen(kernel_table=table(tmp_path, 9.0)), TritonTrees)
     assert chosen(kernel_table=table(tmp_path, 3.0))[0] == FLASHINFER
+
+
+def test_by_default_the_packages_table_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200 it is Triton's kernel that serves ten layers."""
+    assert isinstance(chosen(), TritonTrees)
+    table = [MEASURED, replace(MEASURED, implementation="flashinfer", microseconds=3.0)]
+    monkeypatch.setattr(dispatch, "shipped_table", lambda: table)
+    assert chosen()[0] == FLASHINFER
 
 
 def test_a_plan_counts_once_for_all_layers(tmp_path: Path) -> None:
