@@ -163,9 +163,19 @@ def test_the_attention_of_a_gpu_is_what_an_engine_would_choose(
     assert kernels.attention(table=table).found.startswith(chosen)
 
 
-def test_kernels_are_not_built_without_a_gpu() -> None:
+def test_without_a_gpu_kernels_are_built_for_a_named_architecture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dyntree_kernels.cuda import flashinfer_variant
+
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name)
+    monkeypatch.setattr(flashinfer_variant, "build", lambda variant, report: 90.0)
+    monkeypatch.delenv(kernels.ARCHITECTURES, raising=False)
     (found,) = kernels.build({128}, torch.bfloat16, lambda line: None)
-    assert found.status == "fail"
-    assert "no CUDA device" in found.found
+    assert (found.status, "no CUDA device" in found.found) == ("fail", True)
+    assert kernels.ARCHITECTURES in found.advice
+    monkeypatch.setenv(kernels.ARCHITECTURES, "9.0a")
+    built = list(kernels.build({64, 128}, torch.bfloat16, lambda line: None))
+    assert [(each.status, "90 s" in each.found) for each in built] == [("ok", True)] * 2
