@@ -206,6 +206,8 @@ def _speculation_refusals(
     yield from tree_refusals(vllm_config, plan.shape.node_budget, device_type)
     if device_type == "cuda" and not plan.has_draft:
         yield from _tree_exceeds_trie(plan.shape.node_budget)
+    if device_type == "cuda" and plan.draws:
+        yield from _too_many_to_draw_from(plan.candidates)
 
 
 def _tree_exceeds_trie(node_budget: int) -> Iterator[str]:
@@ -216,6 +218,16 @@ def _tree_exceeds_trie(node_budget: int) -> Iterator[str]:
             f"node_budget={node_budget} is too large without a draft model: on CUDA look-up makes "
             f"trees of at most {MOST_ON_CUDA} nodes; lower num_speculative_tokens or "
             f"{NAMESPACE}.node_budget to that"
+        )
+
+
+def _too_many_to_draw_from(candidates: int) -> Iterator[str]:
+    from dyntree_kernels.contracts import MOST_CANDIDATES
+
+    if candidates > MOST_CANDIDATES:
+        yield (
+            f"exactness=distribution on CUDA draws from at most {MOST_CANDIDATES} candidates, not "
+            f"{candidates}; lower {NAMESPACE}.children, width or max_forwards"
         )
 
 

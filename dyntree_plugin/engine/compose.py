@@ -9,9 +9,8 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBuffers
 
 from dyntree_kernels.contracts import Drawing, GrowthSettings, StepGrowth
-from dyntree_plugin.engine.papers.chain_growth import ChainGrowth
-from dyntree_plugin.engine.papers.chain_samples import ChainSamples, SamplesWalk, TreeSamples
 from dyntree_plugin.engine.papers.draw_store import DrawStore
+from dyntree_plugin.engine.papers.drawn_samples import DrawnSamples, SamplesWalk
 from dyntree_plugin.engine.papers.logit_rows import WalkedRows
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
 from dyntree_plugin.engine.papers.walk import DrawnWalk
@@ -85,12 +84,12 @@ class Composer:
         """Make the growth of the plan's trees."""
         trees, plan = self.trees, self.trees.plan
         growth = self._compiled(memory)
-        if growth is None:
-            pick = ChildPicker(plan, self.ops.perturb, self.estimate)
-            growth = TensorGrowth(trees, pick, memory, self.draws)
-        if plan.draws and self.draws is not None and not self.draws.trees:
-            growth = ChainGrowth(growth, self.draws, self.ops.perturb, memory)
-        return growth
+        if growth is not None:
+            return growth
+        if plan.draws:
+            raise RuntimeError("nothing compiled draws from so many candidates")
+        pick = ChildPicker(plan, self.ops.perturb, self.estimate)
+        return TensorGrowth(trees, pick, memory, self.draws)
 
     def walk(self, buffers: InputBuffers) -> TreeWalk:
         """Make the walk over the trees of batches in these ``buffers``."""
@@ -98,10 +97,8 @@ class Composer:
         walk = SampledWalk(trees, ops.walk)
         if self.draws is None:
             return walk
-        if trees.plan.draws and ops.decide_trees is not None:
-            return SamplesWalk(TreeSamples(trees, self.draws, ops.decide_trees), walk)
-        if trees.plan.draws and ops.decide_blocks is not None:
-            return SamplesWalk(ChainSamples(trees, self.draws, ops.decide_blocks), walk)
+        if trees.plan.draws:
+            return SamplesWalk(DrawnSamples(trees, self.draws, ops.decide_trees), walk)
         return DrawnWalk(trees, self.draws, WalkedRows(trees, buffers, ops.perturb))
 
     def _compiled(self, memory: GrowthMemory) -> StepGrowth | None:
@@ -129,11 +126,12 @@ class Composer:
         )
 
     def _drawing(self) -> Drawing | None:
-        """Return where drawn trees say how they were drawn; None without such trees."""
-        if self.draws is None or not self.draws.trees:
+        """Return where drawn trees and chains say how they were drawn; None without any."""
+        plan = self.trees.plan
+        if self.draws is None or not plan.draws:
             return None
 
         def seeds(of_requests: torch.Tensor, expansions: torch.Tensor) -> torch.Tensor:
             return stream(of_requests, DRAFT, expansions)
 
-        return Drawing(self.draws.laws, self.draws.origins, seeds)
+        return Drawing(self.draws.laws, self.draws.origins, seeds, chains=not plan.drawn_trees)

@@ -104,10 +104,9 @@ class TreeRunnerMixin(TreeStage):
         # One more, for the trees' spare slot.
         self.chained = torch.full((self.max_num_reqs + 1,), self._chains, device=device)
         self.grammars = self.make_grammars()
-        trees = plan.drawn_trees and self.ops.decide_trees is not None
         draws = None
         if plan.reads_laws:
-            draws = DrawStore(self.max_num_reqs, plan, vocabulary, device, trees=trees)
+            draws = DrawStore(self.max_num_reqs, plan, vocabulary, device)
         self.compose = Composer(
             trees=self.trees,
             draws=draws,

@@ -131,9 +131,8 @@ class DynTreeOptions(BaseModel):
         description="What output at a temperature above 0 has in common with that without "
         "speculation: its tokens, or its distribution alone. distribution is for growth topk: such "
         f"a request gets a chain that is drawn from the draft, or, with {LEAST_DRAWN_TREE} or more "
-        "nodes on a CPU, a drawn tree. At temperature 1 both emitted more tokens per step than "
-        "trees of the same size. The draft's distributions are stored (of a chain max_forwards "
-        "times the vocabulary, of a tree about width times as much, in fp32, per request slot).",
+        "nodes, a drawn tree. At temperature 1 both emitted more tokens per step than trees of the "
+        "same size. Of each distribution of the draft the 64 best tokens count.",
         json_schema_extra={"derived": f"tokens, or with {DRAWN} distribution where it is served"},
     )
     min_value: float | None = Field(

@@ -70,6 +70,11 @@ class TreePlan:
         return _growth_plan(self.growth, self.shape)
 
     @property
+    def candidates(self) -> int:
+        """The candidates of a request."""
+        return self.shape.grafts + self.growing.children * (1 + sum(self.growing.widths))
+
+    @property
     def scratch_slots(self) -> int:
         """Nodes expanded in one step, each of which needs a KV slot in the draft's cache."""
         return self.growing.scratch_slots
@@ -104,7 +109,7 @@ class TreePlan:
 
     @property
     def drawn_trees(self) -> bool:
-        """Whether they get trees, on a device that draws them, and not chains."""
+        """Whether they get trees, and not chains."""
         return self.draws and self.shape.node_budget >= LEAST_DRAWN_TREE
 
     @property

@@ -101,6 +101,24 @@ class OfRequests(NamedTuple):
             room[: len(each)].copy_(each)
 
 
+MOST_CANDIDATES = 8192
+"""Of a request on CUDA: one program holds all of them in its registers."""
+
+LAW_SIZE = 64
+"""Most tokens of a distribution that nodes are drawn from."""
+
+
+class DraftLaws(NamedTuple):
+    """The distributions that nodes are drawn from: the draft's, of its L best tokens alone.
+
+    ``tokens`` int32 [slots, E, L]: by slot and expansion, the best first, -1 for none. ``chances``
+    float32 [slots, E, L]: theirs, which sum to 1; 0 for none.
+    """
+
+    tokens: torch.Tensor
+    chances: torch.Tensor
+
+
 class Drawing(NamedTuple):
     """How growth draws trees for requests at a temperature above 0, and where it says so.
 
@@ -108,15 +126,16 @@ class Drawing(NamedTuple):
     Whether a node is kept depends on what was known before its draw: nodes have their values by
     then, and a node is worth less than its parent and its elder siblings.
 
-    ``laws`` float32 [slots, E, V] gets the draft's distribution of every expansion. ``origins``
-    int64 [slots, N] gets the expansion that each node was drawn in. ``seeds`` returns the seeds of
-    the noise of expansions int64 [E, 1], int64 [E, R], from those of R requests. The position of
-    the noise is the root's.
+    ``laws`` gets the distribution of every expansion. ``origins`` int64 [slots, N] gets the
+    expansion that each node was drawn in. ``seeds`` returns the seeds of the noise of expansions
+    int64 [E, 1], int64 [E, R], from those of R requests. The position of the noise is the root's,
+    and its tokens are places in the distribution. ``chains``: whether every node has one child.
     """
 
-    laws: torch.Tensor
+    laws: DraftLaws
     origins: torch.Tensor
     seeds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    chains: bool = False
 
 
 class GrowthSettings(NamedTuple):
@@ -189,11 +208,8 @@ class StepGrowth(Protocol):
         """
         ...
 
-    def pick(self, logits: torch.Tensor, firsts: torch.Tensor | None = None) -> None:
+    def pick(self, logits: torch.Tensor) -> None:
         """Take the children of the last expansions from their logits [R * W, V].
-
-        ``firsts`` int64 [R]: tokens that replace the best child of each request's first row, -1
-        for none; the child keeps its value. They are for requests that are ``chained``.
 
         Raises:
             ValueError: for a wrong number of rows.

@@ -1,6 +1,8 @@
-"""Verification of drawn trees by traversal: what its kernels share.
+"""Verification of drawn trees and chains by traversal: what its kernels share.
 
 `tree/traversal.py` of the plugin has the rule of verification, and says where it comes from.
+Outside the tokens of a draft's distribution, a residual is the target's distribution times one
+number. So a kernel reads a row of logits whole to add it up, and to draw the last token.
 """
 
 from __future__ import annotations
@@ -9,7 +11,19 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from dyntree_kernels.contracts import BatchRows
+from dyntree_kernels.contracts import BatchRows, DraftLaws
+
+LEAST_LEFT = 1e-3
+"""Least mass of a distribution that another child is drawn from. What is left after less is the
+difference of float32 numbers, and would be known too poorly."""
+
+STEP = 1e-3
+"""By how much the log of a child's chance is at least below its elder sibling's, and below 0. With
+equal values, what a slot draws could decide by way of its descendants whether it is kept."""
+
+LEAST_BESIDE = 1e-6
+"""Least chance that the target has a token that the draft does not offer. Less may be rounding, and
+the residual would emit tokens of chance 0."""
 
 
 class DrawnTrees(NamedTuple):
@@ -18,29 +32,45 @@ class DrawnTrees(NamedTuple):
     ``laws`` and ``origins`` as in `Drawing`. ``counts`` int64 [slots]: nodes of the trees.
     ``accepting`` int64 [R]: seeds of the noise that accepts nodes, by row of the tree. ``emitting``
     int64 [R]: seeds of the noise that draws the token after them. The position of all noise is the
-    root's. ``parents`` int64 [slots, N]. ``levels``: the most levels of a tree.
+    root's. ``parents`` int64 [slots, N].
     """
 
-    laws: torch.Tensor
+    laws: DraftLaws
     counts: torch.Tensor
     accepting: torch.Tensor
     emitting: torch.Tensor
     parents: torch.Tensor
     origins: torch.Tensor
-    levels: int
 
 
 class DecideTrees(Protocol):
     """Decides which nodes of each drawn tree are accepted, and draws the token after them."""
 
     def __call__(self, rows: BatchRows, logits: torch.Tensor, trees: DrawnTrees) -> None:
-        """Write the outcome into ``rows``, as `DecideBlocks` does for chains.
+        """Write the outcome into ``rows``, so that a `Walk` over these comes to it.
 
-        ``rows.forbidden`` gets all children of the last accepted node. A tree whose first node is
-        forbidden is not verified.
+        Requests at a temperature above 0 have drawn trees. The sixth column of ``rows.requests``
+        has the bits of the temperature, a float32. ``rows.sampled`` gets the accepted tokens of
+        each tree and the one after them, each at the row that it is emitted from.
+        ``rows.forbidden``, which must not be None, gets all children of the last accepted node. A
+        tree whose first node is forbidden is not verified. Nothing else changes.
+
+        ``logits`` [L, V], any float: the target's, after temperature, top-k and penalties.
 
         Raises:
-            ValueError: for rows without ``forbidden``, or if draft and target differ in the number
-                of tokens.
+            ValueError: for rows without ``forbidden``, or for arrays that are not dense.
         """
         ...
+
+
+def check(rows: BatchRows, logits: torch.Tensor, trees: DrawnTrees) -> torch.Tensor:
+    """Return the forbidden nodes, if every array has dense rows; see `DecideTrees`."""
+    if rows.forbidden is None:
+        raise ValueError("the decision needs a place for the nodes that it forbids")
+    laws, *others = trees
+    whole = (rows.sampled, rows.ids, rows.positions, rows.forbidden, *laws, *others)
+    if not all(each.is_contiguous() for each in whole):
+        raise ValueError("the decision reads dense arrays")
+    if rows.requests.stride(1) != 1 or logits.stride(1) != 1:
+        raise ValueError("the decision reads requests and logits in dense rows")
+    return rows.forbidden

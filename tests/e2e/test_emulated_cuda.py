@@ -24,6 +24,7 @@ from slow import marked
 from workload import ask, long
 
 from dyntree_plugin import pair
+from dyntree_plugin.tree.shape import LEAST_DRAWN_TREE
 
 pytestmark = pytest.mark.e2e
 
@@ -50,13 +51,14 @@ OWN: dict[str, dict[str, Any]] = {
     "adaptive": {"compilation_config": {"mode": 0}, "kernel_config": {"enable_jit_warmup": False}},
 }
 OWN["head"] = OWN["chains"] = OWN["windows"] = OWN["block"] = OWN["fixed"]
+OWN["drawn"] = OWN["adaptive"] | {"max_num_batched_tokens": 192}
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": NODES + 2,
 }
 """Changes to the configuration of target and draft, for engines with windows."""
-"""Arguments of the emulated engines: by budget, of the one with a head, and of the one with block
-chains."""
+"""Arguments of the emulated engines: by budget, of the one with a head, and of those with chains
+and trees that are drawn."""
 
 
 def _short(*requests: Request) -> list[Request]:
@@ -100,14 +102,17 @@ EMULATED = {
     "adaptive": {"mixed": Run(MIXED[:5])},
     "head": OF_HEAD,
     "chains": CHAINS,
+    "drawn": CHAINS,
     "windows": WINDOWED,
     "block": BLOCKS | {"states_lost": Run(BLOCKS["blocks"].requests, sabotage="states_lost")},
 }
 SLOW_ENGINES = {"adaptive", "head", "windows", "block"}
+DRAWN = ("chains", "drawn")
 ON_CPU = {
     # On CUDA drafts follow no grammar.
     "fixed": {"mixed": Run(MIXED, sabotage="unfollowed")},
     "chains": CHAINS,
+    "drawn": CHAINS,
     "block": BLOCKS,
     "head": OF_HEAD | {"without states": Run(NOISY, batch=3, sabotage="states_not_received")},
 }
@@ -150,9 +155,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Served:
         if name == "head":
             engine = workload.with_head(head, nodes=NODES, budget="fixed", **TREE)
             return {**engine, **LIMITS, "model": target}
-        chains = {"budget": "fixed", "exactness": "distribution"}
-        own = {"chains": chains, "windows": {"budget": "fixed"}}.get(name, {"budget": name})
-        engine = workload.with_options(NODES, **own, **TREE)
+        drawn, fixed = {"exactness": "distribution"}, {"budget": "fixed"}
+        more = {"node_budget": LEAST_DRAWN_TREE, "width": 4}
+        own = {"chains": fixed | drawn, "drawn": fixed | drawn | more, "windows": fixed}
+        options = TREE | own.get(name, {"budget": name})
+        engine = workload.with_options(options["node_budget"], **options)
         speculation = {**engine["speculative_config"], "model": draft}
         return {**engine, **LIMITS, "model": target, "speculative_config": speculation}
 
@@ -177,7 +184,7 @@ def accepted(result: Result) -> float:
             (budget, name)
             for budget, runs in EMULATED.items()
             for name, run in runs.items()
-            if run.sabotage is None and budget != "chains"
+            if run.sabotage is None and budget not in DRAWN
         ],
         SLOW_ENGINES,
     ),
@@ -208,8 +215,9 @@ def test_windows_change_the_tokens(runs: Served) -> None:
 
 
 @pytest.mark.slow
-def test_block_chains_give_the_tokens_that_they_give_on_the_cpu(runs: Served) -> None:
-    emulated, on_cpu = runs.emulated("chains")["drawn"], runs.on_cpu("chains")["drawn"]
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_is_drawn_gives_the_tokens_that_it_gives_on_the_cpu(name: str, runs: Served) -> None:
+    emulated, on_cpu = runs.emulated(name)["drawn"], runs.on_cpu(name)["drawn"]
     assert [o.tokens for o in emulated.result.outputs] == [o.tokens for o in on_cpu.outputs]
     assert accepted(emulated.result) == accepted(on_cpu) > len(CHAINS["drawn"].requests)
     # Verification reads logits that have no address that lasts.

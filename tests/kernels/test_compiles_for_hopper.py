@@ -18,9 +18,9 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from dyntree_kernels.cuda import (  # noqa: E402
     attention,
-    blocks,
     children,
     draft_rows,
+    drawn,
     grafts,
     growth,
     gumbel,
@@ -33,6 +33,7 @@ from dyntree_kernels.cuda import (  # noqa: E402
     recurrence,
     state_commits,
     stored,
+    traversal,
     walk,
 )
 from dyntree_kernels.features import MOST_RECURRENT_ROWS  # noqa: E402
@@ -48,7 +49,7 @@ TYPES = {
     "*fp32": (
         "PARTIAL PARTIAL_M PARTIAL_L TEMPERATURES SCORES SUMS EVIDENCE EDGES TRIE_EVIDENCE "
         "VALUES OPEN FEATURES BASES WEIGHTS STORED_VALUES STORED_FEATURES INFORMATION PRIOR LOW "
-        "HIGH PROCESSED REPETITION FREQUENCY PRESENCE LAWS LOG_SUMS RATIOS MASSES STATES A SKIP "
+        "HIGH PROCESSED REPETITION FREQUENCY PRESENCE LAWS CHANGES REST SHIFTS TOPS STATES A SKIP "
         "BIAS LOGS QUERY_SCALE KEY_SCALE VALUE_SCALE"
     ),
     "*i32": (
@@ -56,13 +57,13 @@ TYPES = {
         "ROWS_BOUNDS ANCESTORS SEQ_LENS PREFILL_LENS CTX_LENS IDS ROW_BITS EMITTED REJECTED "
         "SIZES LOCAL PATHS PROMPT_MASK OUTPUT_COUNTS WORD_TOKENS OFFSETS WORD_COUNTS "
         "PROMPT_LENS TOTAL_LENS BUDGETS LAST_STARTS LAST_ENDS START_MARKER END_MARKER FORCED "
-        "VERIFIED RESIDUAL STARTS"
+        "VERIFIED LAST_NODE LAW_TOKENS LAW_OF_REST STARTS"
     ),
     "*i64": (
         "LAYERS TOKENS PARENTS SAMPLED PATH SEEDS POSITIONS REQUESTS ROW_POSITIONS STORED "
         "ROW_ABOVE SLOTS DEPTHS FORWARDS ADDRESSES TRIE_TOKENS TRIE_ABOVE BEST CLASSES NODES "
         "LEVELS USEFUL ROOTS SCRATCH BECAME COUNTS ADMITTED GROWN STORED_AT OUT_TOKENS STRIDES "
-        "LAST ENDS END_SLOTS"
+        "LAST ENDS END_SLOTS ORIGINS"
     ),
     "*i1": "EXISTS TRIE_EXISTS CHAINED CHAINED_AT FORBIDDEN MAPPED",
     "*fp64": "REPORT",
@@ -107,6 +108,8 @@ OF_TRIES = {
     ),
 }
 """Arguments that growth leaves out without tries."""
+OF_LAW = {"SIZE": 64, "RANKS": 64, "BLOCKS": 64}
+"""Of a draft's distribution, and of the logits of a vocabulary of 128 Ki."""
 SHIFTS = (0, -1)
 """Positions of a draft's rows, less those of their tokens."""
 
@@ -266,17 +269,19 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
         (paths._force, {"start_len": 1, "end_len": 1, "forced_len": 1}),
         (paths._climb, {"ROWS": paths._ROWS, "depth": 1, "nodes": 1}),
         (gumbel._perturb, {"BLOCK": 1024}),
-        (blocks._add_up, {"BLOCK": blocks._BLOCK}),
-        (blocks._compare, {"BLOCKS": 64}),
-        (blocks._weigh, {"BLOCK": blocks._BLOCK}),
-        (blocks._accept, {"BLOCKS": 64, "PLACES": 16}),
-        (blocks._draw, {"BLOCK": blocks._BLOCK}),
-        (blocks._emit, {"BLOCKS": 64}),
+        (traversal._add_up, {"BLOCK": traversal._BLOCK}),
+        (traversal._draw, {"SIZE": 64, "BLOCK": traversal._BLOCK}),
+        (traversal._emit, {"BLOCKS": 64}),
+        *((traversal._accept, {"NODES": nodes, **OF_LAW}) for nodes in (64, 1024)),
+        *((drawn._draw_children, {"K": 8, "CHILDREN": 8, "KEPT": 64, "ENTRIES": 4096,
+           "LEARNED": learned, "GRAFTS": 64, **OF_LAW}) for learned in (True, False)),
         (gumbel._rank, {"BLOCK": gumbel._CANDIDATES, "K": 8, "NOISE": True}),
     ],
 )  # fmt: skip
 def test_the_small_kernels_compile_without_spills(kernel: Any, constants: dict[str, Any]) -> None:
-    warps = {gumbel._rank: 8}
+    warps = {gumbel._rank: 8, drawn._draw_children: children.warps_for(4096)}
+    if kernel is traversal._accept:
+        warps[kernel] = traversal.warps_for(constants["NODES"])
     used = compiled(kernel, warps.get(kernel, 4), **constants)
     assert used["stack"] == 0, used
 

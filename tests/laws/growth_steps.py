@@ -13,13 +13,15 @@ from dyntree_kernels.ancestors import unpack_bits
 from dyntree_kernels.contracts import Drawing, GrowthSettings, OfRequests, RowBuffers, StepGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.tries import Trie
+from dyntree_plugin.engine.papers.draw_store import DrawStore
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
 from dyntree_plugin.engine.step.rows import GrowthMemory
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.growth import GrowthConfig
+from dyntree_plugin.tree.noise import DRAFT, stream
 from dyntree_plugin.tree.plan import TreePlan
-from dyntree_plugin.tree.shape import TreeShape
+from dyntree_plugin.tree.shape import Exactness, TreeShape
 from dyntree_plugin.tree.token_tree import TokenTree
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
 
@@ -65,6 +67,15 @@ def growth_of(
     return kind(settings)
 
 
+def drawing_of(draws: DrawStore, *, chains: bool) -> Drawing:
+    """Return where growth says how trees were drawn, or ``chains``."""
+
+    def seeds(of_requests: torch.Tensor, expansions: torch.Tensor) -> torch.Tensor:
+        return stream(of_requests, DRAFT, expansions)
+
+    return Drawing(draws.laws, draws.origins, seeds, chains)
+
+
 def memory_of(
     requests: int,
     rows: int,
@@ -86,7 +97,8 @@ def memory_of(
 class Case:
     """The requests of a step: ``room`` counts the scratch columns of each; some are ``chained``.
 
-    ``noise`` is added to their seeds. ``levels``: as in `OfRequests`.
+    ``noise`` is added to their seeds. ``levels``: as in `OfRequests`. ``draws``: whether trees are
+    drawn at a temperature above 0, or chains if they are small.
     """
 
     shape: TreeShape
@@ -100,11 +112,15 @@ class Case:
     vocab: int = VOCAB
     noise: int = 0
     levels: tuple[int, ...] | None = None
+    draws: bool = False
 
     @property
     def plan(self) -> TreePlan:
         growth = GrowthConfig(parameter=self.least)
-        return TreePlan(self.shape, growth, "match", calibration=self.calibrated)
+        exactness: Exactness = "distribution" if self.draws else "tokens"
+        return TreePlan(
+            self.shape, growth, "match", calibration=self.calibrated, exactness=exactness
+        )
 
     @property
     def requests(self) -> int:
@@ -159,7 +175,11 @@ class Step:
         rows, columns = SLOTS * max((1, *self.widths)), SLOTS * max(1, sum(self.widths))
         self.memory = memory_of(SLOTS, rows, columns, LAST, groups=GROUPS, device=device)
         self.trees = TreeStore(SLOTS, self.plan, case.vocab, device)
-        self.growth = growth_of(kind, self.trees, self.memory, self.estimate)
+        self.draws, drawing = None, None
+        if self.plan.draws:
+            self.draws = DrawStore(SLOTS, self.plan, case.vocab, device)
+            drawing = drawing_of(self.draws, chains=not self.plan.drawn_trees)
+        self.growth = growth_of(kind, self.trees, self.memory, self.estimate, drawing)
         self.slots = torch.tensor([2, 0, 1], device=device)[: case.requests]
 
     def start(self) -> Step:

@@ -19,13 +19,6 @@ from dataclasses import dataclass
 
 import torch
 
-from dyntree_kernels.blocks import DrawnChains
-from dyntree_kernels.contracts import BatchRows
-from dyntree_plugin.engine.step.requests import Requests
-from dyntree_plugin.tree.children import Perturb
-from dyntree_plugin.tree.noise import uniform
-from dyntree_plugin.tree.papers.drawn import draw
-
 
 @dataclass(frozen=True)
 class Chances:
@@ -91,70 +84,3 @@ class Chains:
     def _residual(self, ratios: torch.Tensor, places: slice) -> torch.Tensor:
         """Return max(r p - q, 0) after the prefixes of these lengths, which have ``ratios``."""
         return (ratios[:, :, None] * self.target[:, places] - self.draft[:, places]).clamp(min=0)
-
-
-def decide(rows: BatchRows, logits: torch.Tensor, chains: DrawnChains, perturb: Perturb) -> None:
-    """Decide as in `DecideBlocks`, in plain torch.
-
-    Raises:
-        ValueError: for rows without ``forbidden``.
-    """
-    if rows.forbidden is None:
-        raise ValueError("the decision needs a place for the nodes that it forbids")
-    requests = Requests(rows.requests, spare=0)
-    depth = chains.laws.shape[1]
-    own = (requests.first[:, None] + torch.arange(depth + 1, device=logits.device)).clamp(
-        max=len(logits) - 1
-    )
-    known = ~rows.forbidden[own[:, 1]]
-    drawn = _drawn(requests, rows, chains, known, logits[own])
-    positions = rows.positions[requests.root]
-
-    def gumbel(seeds: torch.Tensor, count: int) -> torch.Tensor:
-        zeros = torch.zeros(len(seeds), count, device=seeds.device)
-        return perturb(zeros, torch.ones_like(zeros[:, 0]), seeds, positions)
-
-    found = drawn.chances()
-    lengths = found.accepted(uniform(gumbel(chains.accepting, depth)))
-    law = drawn.next_law(found, lengths)
-    last = draw(law, gumbel(chains.emitting, logits.shape[1]))
-
-    tokens = torch.nn.functional.pad(drawn.tokens, (0, 1)).scatter(
-        1, lengths[:, None], last[:, None]
-    )
-    chained = requests.temperature > 0
-    emitted = chained[:, None] & (torch.arange(depth + 1, device=own.device) <= lengths[:, None])
-    _put(rows.sampled, own, tokens, emitted)
-    behind = chained & (lengths < requests.drafts)
-    _put(rows.forbidden, requests.first + 1 + lengths, behind, behind)
-
-
-def _drawn(
-    requests: Requests,
-    rows: BatchRows,
-    chains: DrawnChains,
-    known: torch.Tensor,
-    logits: torch.Tensor,
-) -> Chains:
-    """Return the chains of R requests.
-
-    ``known`` bool [R]: whether the scheduler knows them. ``logits`` [R, D + 1, V]: the target's.
-    """
-    depth, slots = chains.laws.shape[1], requests.slots
-    # A chain that was proposed while the prompt was incomplete starts from a token that was never
-    # sampled. The scheduler may cut a chain short.
-    begun = rows.positions[requests.root] >= requests.prefill_len
-    room = torch.where(begun & known, requests.drafts, 0).clamp(max=depth)
-    counts = torch.minimum(room, chains.counts[slots])
-    places = torch.arange(depth, device=logits.device)
-    at = (requests.root[:, None] + 1 + places).clamp(max=len(rows.ids) - 1)
-    # Behind a chain's end stand tokens of other requests, which may be no entries.
-    tokens = torch.where(places < counts[:, None], rows.ids[at].long(), 0)
-    return Chains(tokens, counts, chains.laws[slots], logits.float().softmax(dim=2))
-
-
-def _put(into: torch.Tensor, at: torch.Tensor, values: torch.Tensor, where: torch.Tensor) -> None:
-    """Write those ``values`` that are wanted, without waiting for how many they are."""
-    room = torch.cat([into, into[:1]])
-    at = torch.where(where, at, len(into))
-    into.copy_(room.scatter_(0, at.flatten(), values.flatten())[:-1])

@@ -84,6 +84,16 @@ def uniform(model: Model) -> Model:
     return Model(tuple(torch.full_like(law, 1 / model.vocab) for law in model.laws))
 
 
+def of_best_tokens(model: Model, count: int) -> Model:
+    """Return the laws of so many best tokens alone, which have the others' chances, too."""
+    laws = []
+    for law in model.laws:
+        best = law.topk(count, dim=1)
+        kept = torch.zeros_like(law).scatter(1, best.indices, best.values)
+        laws.append(kept / kept.sum(1, keepdim=True))
+    return Model(tuple(laws))
+
+
 @dataclass(frozen=True)
 class Grown:
     """The trees of all outcomes of the draws, and the ``chances`` [R] of the outcomes.

@@ -31,7 +31,6 @@ class CPUOps:
     look_up = staticmethod(look_up)
     paths = KERNELS
     kinds = KINDS
-    decide_blocks = None
     decide_trees = staticmethod(decide_trees)
     send = staticmethod(at_hand)
 

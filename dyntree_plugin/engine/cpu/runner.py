@@ -131,7 +131,6 @@ def _warm_up(vllm_config: Any) -> None:
         of_caches,
         beyond=beyond,
         draws=plan is not None and plan.draws,
-        drawn_trees=plan is not None and plan.drawn_trees,
     )
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from dyntree_kernels.contracts import GrowthSettings, StepGrowth
-from dyntree_kernels.cuda.blocks import decide
+from dyntree_kernels.contracts import MOST_CANDIDATES, GrowthSettings, StepGrowth
 from dyntree_kernels.cuda.draft_rows import ChainRows, Seen, SlotTables, begin, chain
-from dyntree_kernels.cuda.growth import MOST_CANDIDATES, DeviceGrowth
+from dyntree_kernels.cuda.growth import DeviceGrowth
 from dyntree_kernels.cuda.gumbel import perturbed_logits
 from dyntree_kernels.cuda.learn import learn
 from dyntree_kernels.cuda.look_up import look_up
 from dyntree_kernels.cuda.paths import KERNELS
 from dyntree_kernels.cuda.place import place
+from dyntree_kernels.cuda.traversal import decide_trees
 from dyntree_kernels.cuda.walk import walk
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.cuda.clock import EventClock
@@ -35,8 +35,7 @@ class CUDAOps:
     look_up = staticmethod(look_up)
     paths = KERNELS
     kinds = KINDS
-    decide_blocks = staticmethod(decide)
-    decide_trees = None
+    decide_trees = staticmethod(decide_trees)
 
     def __init__(self, send: Send) -> None:
         self.clock: Clock = EventClock()

@@ -86,7 +86,7 @@ class TensorGrowth:
     def resume(self, requests: int, forwards: int) -> None:
         raise RuntimeError("growth in plain torch is captured as a whole")
 
-    def pick(self, logits: torch.Tensor, firsts: torch.Tensor | None = None) -> None:
+    def pick(self, logits: torch.Tensor) -> None:
         num_reqs, width = self._positions.shape
         columns = torch.arange(self._first, self._first + width, device=logits.device)
         temperature, classes, seeds, chained = self._of_rows[width]
@@ -97,9 +97,6 @@ class TensorGrowth:
         found = self._pick(logits, rows, self._greedy, self._asked()).by_request(num_reqs)
         if self._forward == 0 and width > 1:  # of several trees, a chain keeps the first
             found.log_probs[:, 1:].masked_fill_(chained.view(num_reqs, width, 1)[:, 1:], NO_VALUE)
-        if firsts is not None:
-            best = found.tokens[:, 0, 0]
-            best.copy_(torch.where(firsts < 0, best, firsts))
         if found.features is not None:
             self._features.append(found.features.flatten(1, 2))
         if self._judged is None:

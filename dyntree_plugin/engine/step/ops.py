@@ -12,7 +12,6 @@ from dyntree_plugin.tree.drafting import Stages
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
-    from dyntree_kernels.blocks import DecideBlocks
     from dyntree_kernels.contracts import GrowthSettings, StepGrowth, Walk, Walked
     from dyntree_kernels.drawn import DecideTrees
     from dyntree_kernels.learning import Learn
@@ -59,12 +58,7 @@ class TreeOps(Protocol):
     def paths(self) -> PathKernels: ...
 
     @property
-    def decide_blocks(self) -> DecideBlocks | None: ...
-
-    @property
-    def decide_trees(self) -> DecideTrees | None:
-        """None on a device that draws chains alone."""
-        ...
+    def decide_trees(self) -> DecideTrees: ...
 
     @property
     def clock(self) -> Clock: ...

@@ -14,64 +14,34 @@ import numba
 import numpy as np
 import torch
 
-from dyntree_kernels.contracts import DRAFT, KINDS, BatchRows
+from dyntree_kernels.contracts import DRAFT, KINDS, BatchRows, DraftLaws
 from dyntree_kernels.cpu.children import best_scores
 from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.grafts import clamp, log_probability
 from dyntree_kernels.cpu.gumbel import add_noise
-from dyntree_kernels.cpu.simd import as_numpy, exp, to_float
+from dyntree_kernels.cpu.simd import as_numpy, to_float
 from dyntree_kernels.cpu.threads import use_torch_threads
-from dyntree_kernels.drawn import DrawnTrees
+from dyntree_kernels.drawn import LEAST_BESIDE, LEAST_LEFT, STEP, DrawnTrees, check
 
 _BLOCK = 1024  # entries that are processed together; they fit in L1
-_ZERO = np.float32(0)
+_ZERO, _ONE = np.float32(0), np.float32(1)
 _NONE = np.float32(-np.inf)
-_LOWEST = np.float32(-80)
 _BELOW_ONE = 1 - 2.0**-24
-_LEAST_LEFT = 1e-3
-"""Least mass of the draft's distribution that another child is drawn from. What is left after less
-is the difference of float32 numbers, and would be known too poorly."""
-_STEP = 1e-3
-"""By how much the log of a child's chance is at least below its elder sibling's, and below 0. With
-equal values, what a slot draws could decide by way of its descendants whether it is kept."""
 _NANOSECONDS = 4  # per entry; use_torch_threads counts operations of about a nanosecond
 
 
-@compiled(fastmath={"reassoc", "contract", "nsz"})
-def _exponentials(law, top):
-    """Replace scores by exp(score - top); return their sum, and that of their products with score
-    - top."""
-    total, weighted = _ZERO, _ZERO
-    for i in range(law.shape[0]):
-        below = law[i] - top
-        law[i] = exp(below)
-        total += law[i]
-        weighted += law[i] * max(below, _LOWEST)
-    return total, weighted
-
-
 @compiled(error_model="numpy")
-def _fill_law(logits, temperature, law):
-    """Fill law [V] with the softmax of logits / temperature, and return its entropy in nats.
-
-    Returns NaN if a score is NaN, or none is finite.
-    """
-    top = _NONE
-    unordered = np.int32(0)
-    for i in range(law.shape[0]):
-        law[i] = to_float(logits[i]) / temperature
-        unordered += np.int32(law[i] != law[i])
-        top = max(top, law[i])
-    if unordered > 0 or not math.isfinite(top):
-        return np.nan
+def _fill_law(best, found, tokens, chances):
+    """Fill tokens and chances [L] with the softmax of the best scores [L], of tokens found [L], and
+    return its entropy in nats."""
     total, weighted = 0.0, 0.0
-    for first in range(0, law.shape[0], _BLOCK):
-        of_block = _exponentials(law[first : first + _BLOCK], top)
-        total += of_block[0]
-        weighted += of_block[1]
-    scale = np.float32(1 / total)
-    for i in range(law.shape[0]):
-        law[i] *= scale
+    for i in range(best.shape[0]):
+        weight = math.exp(best[i] - best[0])
+        total += weight
+        weighted += weight * (best[i] - best[0]) if weight > 0 else 0.0
+    for i in range(best.shape[0]):
+        chances[i] = math.exp(best[i] - best[0]) / total
+        tokens[i] = found[i] if chances[i] > _ZERO else -1
     return math.log(total) - weighted / total
 
 
@@ -92,14 +62,15 @@ def _usual_logit(k, entropy, left):
 @compiled(parallel=True, nogil=True, error_model="numpy")
 def draw_children(
     logits, step, vocab, expansions, temperatures, classes, seeds, chained, positions, weights,
-    nodes, grafted, bases, slots, laws, tokens, edges, features, changes,
+    nodes, grafted, bases, slots, law_tokens, law_chances, tokens, edges, features, changes,
 ):  # fmt: skip
     """Draw the children of rows at a temperature above 0 as `Drawing` asks.
 
     The arguments are those of `pick_children`, but for these:
 
     seeds [E, R]: of the noise of every expansion. positions [R]: of the noise.
-    grafted: nodes of a trie. slots [R]: where `laws` [slots, E, V] gets the distributions.
+    grafted: nodes of a trie. slots [R]: where law_tokens and law_chances [slots, E, L] get the
+    distributions.
     changes [R, E, K]: by how much a child's token changes the log of its chance; written, and read
     for the child that an expansion runs on.
 
@@ -108,19 +79,19 @@ def draw_children(
     much more likely than expected the draft found it.
     """
     start, width = expansions
-    children = tokens.shape[2]
+    children, size = tokens.shape[2], law_tokens.shape[2]
     for row in numba.prange(temperatures.shape[0] * width):
         r, e = row // width, start + row % width
         if not temperatures[r] > _ZERO or bases[r, e] == _NONE:
             continue
-        own = logits[row * step : row * step + vocab]
-        law = laws[slots[r], e]
-        entropy = _fill_law(own, temperatures[r], law)
+        offered, chances = law_tokens[slots[r], e], law_chances[slots[r], e]
         edges[r, e] = _NONE
-        if not math.isfinite(entropy):
+        scores, found = np.empty(size, np.float32), np.empty(size, np.int64)
+        own = logits[row * step : row * step + vocab]
+        if not math.isfinite(best_scores(own, temperatures[r], False, 0, 0, scores, found)):
             continue
-        best, found = np.empty(max(2, children), np.float32), np.empty(max(2, children), np.int64)
-        best_scores(own, temperatures[r], True, seeds[e, r], positions[r], best, found)
+        entropy = _fill_law(scores, found, offered, chances)
+        add_noise(scores, seeds[e, r], positions[r], 0)
         known, of_class = np.empty(2, np.float32), np.array([0.0, 1.0, 0.1], np.float32)
         if weights.shape[0] > 0:
             of_class = weights[classes[r] * KINDS + DRAFT]
@@ -129,52 +100,75 @@ def draw_children(
             node = nodes[r, e] - grafted
             above = changes[r, node // children, node % children]
         for k in range(1 if chained[r] else children):
-            if best[k] == _NONE or left < _LEAST_LEFT:
+            place = np.argmax(scores)
+            if scores[place] == _NONE or left < LEAST_LEFT:
                 break
+            scores[place] = _NONE
             known[0], known[1] = _usual_logit(k, entropy, left), 0.0
             before = log_probability(of_class, known)
-            known[1] = clamp(entropy + math.log(law[found[k]] / left), -8.0, 4.0)
+            known[1] = clamp(entropy + math.log(chances[place] / left), -8.0, 4.0)
             changes[r, e, k] = log_probability(of_class, known) - before
             if weights.shape[0] > 0:
                 features[r, e, k] = known
-            edge = min(above + before, edge - _STEP)
-            tokens[r, e, k], edges[r, e, k] = found[k], edge
-            left -= law[found[k]]
+            edge = min(above + before, edge - STEP)
+            tokens[r, e, k], edges[r, e, k] = offered[place], edge
+            left -= chances[place]
 
 
-@compiled(fastmath={"reassoc", "contract", "nsz"})
-def _leave_block(residual, law, ratio, per_left):
-    total = _ZERO
-    for i in range(residual.shape[0]):
-        residual[i] = max(ratio * residual[i] - max(law[i], _ZERO) * per_left, _ZERO)
-        total += residual[i]
-    return total
+@compiled(error_model="numpy")
+def _enter(row, offered, residual):
+    """Fill residual [L] with the target's chances of the offered tokens [L], by its logits row [V].
+
+    Returns the log of the sum of the row's exponentials, no number for a row without a
+    distribution, and the chance of all other tokens.
+    """
+    best, token = np.empty(1, np.float32), np.empty(1, np.int64)
+    log_sum, others = best_scores(row, _ONE, False, 0, 0, best, token), 1.0
+    for i in range(offered.shape[0]):
+        known = offered[i] >= 0 and math.isfinite(log_sum)
+        residual[i] = math.exp(to_float(row[offered[i]]) - log_sum) if known else 0.0
+        others -= residual[i]
+    return log_sum, others if others > LEAST_BESIDE else 0.0
 
 
 @compiled
 def _leave(residual, law, ratio, left):
-    """Replace residual [V] by max(ratio * residual - law / left, 0), and return its mass.
-
-    Drawn tokens have a negative entry in law [V], and count for nothing.
-    """
+    """Replace residual [L] by max(ratio * residual - law / left, 0), and return its mass."""
     mass = 0.0
-    for first in range(0, residual.shape[0], _BLOCK):
-        block = slice(first, first + _BLOCK)
-        mass += _leave_block(residual[block], law[block], np.float32(ratio), np.float32(1 / left))
+    for i in range(residual.shape[0]):
+        residual[i] = max(ratio * residual[i] - law[i] / left, 0.0)
+        mass += residual[i]
     return mass
 
 
+@compiled
+def _place(offered, token):
+    """Return where a token stands among the offered ones, or the last place."""
+    place = 0
+    while place < offered.shape[0] - 1 and offered[place] != token:
+        place += 1
+    return place
+
+
 @compiled(error_model="numpy")
-def _draw(residual, seed, position):
-    """Return a token that is drawn from the residual [V], whatever its mass is."""
+def _draw(row, shift, offered, residual, seed, position):
+    """Return a token that is drawn from a residual.
+
+    residual [L]: of the offered tokens [L]. row [V]: the log of it less shift, for other tokens.
+    """
     scores = np.empty(_BLOCK, np.float32)
     most, token = _NONE, 0
-    for first in range(0, residual.shape[0], _BLOCK):
-        block = residual[first : first + _BLOCK]
-        for i in range(block.shape[0]):
-            scores[i] = math.log(block[i]) if block[i] > _ZERO else _NONE
-        add_noise(scores[: block.shape[0]], seed, position, first)
-        for i in range(block.shape[0]):
+    for first in range(0, row.shape[0], _BLOCK):
+        block = row[first : first + _BLOCK]
+        count = block.shape[0]
+        for i in range(count):
+            scores[i] = to_float(block[i]) + shift
+        for i in range(offered.shape[0]):
+            if first <= offered[i] < first + count:
+                left = residual[i]
+                scores[offered[i] - first] = math.log(left) if left > 0 else _NONE
+        add_noise(scores[:count], seed, position, first)
+        for i in range(count):
             if scores[i] > most:
                 most, token = scores[i], first + i
     return token
@@ -205,58 +199,66 @@ def _siblings(parents, count):
 
 
 @compiled(error_model="numpy")
-def _traverse(first, following, parents, origins, tokens, logits, laws, uniforms, residuals):
-    """Return the row of the last accepted node of one tree, and its level.
+def _traverse(first, following, parents, laws_of, tokens, logits, offered, chances, uniforms):
+    """Return the row of the last accepted node of one tree, and the residual after it: of the
+    tokens that its children were drawn from, and the log of what the exponentials of its logits
+    are multiplied by for the others.
 
-    first, following: as `_siblings` returns them. parents, origins, tokens [N]: of the nodes.
-    logits [N + 1, V]: the target's. laws [E, V]: the draft's; entries of drawn tokens may change
-    their sign. residuals [D + 1, V]: working memory, which gets the residual after the node at its
-    level, whatever its mass is.
+    first, following: as `_siblings` returns them. parents, tokens [N]: of the nodes. laws_of
+    [N + 1]: the law that the children of a row were drawn from. logits [N + 1, V]: the target's.
+    offered, chances [E, L]: the draft's laws.
     """
-    cursor, one = first.copy(), np.float32(1)
-    ratios, left = np.ones(len(first)), np.ones(len(first))
-    scales = np.ones(residuals.shape[0])
-    at, level = 0, 0
-    _fill_law(logits[0], one, residuals[0])
+    cursor, ratios, left = first.copy(), np.ones(len(first)), np.ones(len(first))
+    log_sums, others, factors = np.zeros(len(first)), np.zeros(len(first)), np.ones(len(first))
+    residuals = np.empty((len(first), offered.shape[1]))
+    of_children = np.empty_like(residuals)
+    at = 0
     while True:
         child = cursor[at]
+        if child >= 0 and child == first[at]:
+            own = laws_of[at]
+            of_children[at], factors[at] = chances[own], 1.0
+            log_sums[at], others[at] = _enter(logits[at], offered[own], residuals[at])
+            if not math.isfinite(log_sums[at]):
+                child = first[at] = cursor[at] = -1
         if child >= 0:
-            offered = laws[origins[child - 1], tokens[child - 1]] / left[at]
-            wanted = residuals[level, tokens[child - 1]] * scales[level]
-            ratios[child] = min(ratios[at] * wanted / offered, 1.0)
-            if not ratios[child] > 0:
+            place = _place(offered[laws_of[at]], tokens[child - 1])
+            wanted = residuals[at, place] * left[at] / of_children[at, place]
+            ratios[child] = min(ratios[at] * wanted, 1.0)
+            if ratios[child] == 0:
                 cursor[child] = -1  # nothing below it can be accepted
-            at, level = child, level + 1
-            scales[level] = 1.0
-            if cursor[at] >= 0:
-                _fill_law(logits[at], one, residuals[level])
+            at = child
             continue
         if at == 0 or uniforms[at] < ratios[at]:
-            if level > 0 and first[at] < 0:
-                _fill_law(logits[at], one, residuals[level])
-            return at, level
-        child, at, level = at, parents[at - 1] + 1, level - 1
-        law, ratio = laws[origins[child - 1]], ratios[at]
-        mass = _leave(residuals[level], law, ratio * scales[level], left[at])
+            if first[at] < 0:
+                return at, residuals[at], 0.0
+            shift = math.log(factors[at]) - log_sums[at] if others[at] > 0 else -np.inf
+            return at, residuals[at], shift
+        child, at = at, parents[at - 1] + 1
+        ratio, own = ratios[at], laws_of[at]
+        mass = _leave(residuals[at], of_children[at], ratio, left[at]) + ratio * others[at]
         whole = mass + 1 - ratio
         # Nothing is left where p = q. Then a child is accepted but for rounding.
         ratios[at] = mass / whole if whole > 0 else 1.0
         if mass > 0:
-            scales[level] = 1 / mass
+            residuals[at] /= mass
+            others[at] *= ratio / mass
+            factors[at] *= ratio / mass
         else:
-            _fill_law(logits[at], one, residuals[level])
-            scales[level] = 1.0
-        left[at] -= law[tokens[child - 1]]
-        law[tokens[child - 1]] *= -1
+            _, others[at] = _enter(logits[at], offered[own], residuals[at])
+            factors[at] = 1.0
+        place = _place(offered[own], tokens[child - 1])
+        left[at] -= of_children[at, place]
+        of_children[at, place] = 0.0
         cursor[at] = following[child]
 
 
 @compiled(parallel=True, nogil=True, error_model="numpy")
 def _decide(
-    requests, drawn, ids, row_positions, logits, laws, stored, accepting, emitting, parents,
-    origins, levels, sampled, forbidden,
+    requests, drawn, ids, row_positions, logits, offered, chances, stored, accepting, emitting,
+    parents, origins, sampled, forbidden,
 ):  # fmt: skip
-    """Decide as `DecideTrees`. drawn [R]: whether the temperature is above 0. levels: the most."""
+    """Decide as `DecideTrees`. drawn [R]: whether the temperature is above 0."""
     for r in numba.prange(requests.shape[0]):
         if not drawn[r]:
             continue
@@ -266,22 +268,23 @@ def _decide(
         if position < requests[r, 4]:
             count = 0
         first, following = _siblings(parents[slot], count)
-        residuals = np.empty((levels + 1, logits.shape[1]), np.float32)
+        laws_of = np.zeros(count + 1, np.int64)
+        for node in range(count):
+            laws_of[parents[slot, node] + 1] = origins[slot, node]
         own = ids[root + 1 : root + 1 + count]
         # Of a tree that is not verified, the root's children are left out here.
-        begin = first if count == 0 or not forbidden[top + 1] else np.full(count + 1, -1, np.int64)
-        at, level = _traverse(
-            begin, following, parents[slot], origins[slot], own, logits[top : top + 1 + count],
-            laws[slot], _uniforms(count + 1, accepting[r], position), residuals,
+        known = count == 0 or not forbidden[top + 1]
+        begin = first.copy() if known else np.full(count + 1, -1, np.int64)
+        at, residual, shift = _traverse(
+            begin, following, parents[slot], laws_of, own, logits[top : top + 1 + count],
+            offered[slot], chances[slot], _uniforms(count + 1, accepting[r], position),
         )  # fmt: skip
-        for node in range(count):
-            law = laws[slot, origins[slot, node]]
-            law[own[node]] = abs(law[own[node]])
         child = first[at]
         while child >= 0:
             forbidden[top + child] = True
             child = following[child]
-        sampled[top + at] = _draw(residuals[level], emitting[r], position)
+        of_law = offered[slot, laws_of[at]][: residual.shape[0] if begin[at] >= 0 else 0]
+        sampled[top + at] = _draw(logits[top + at], shift, of_law, residual, emitting[r], position)
         while at > 0:
             above = parents[slot, at - 1] + 1
             sampled[top + above] = own[at - 1]
@@ -290,22 +293,18 @@ def _decide(
 
 def decide_trees(rows: BatchRows, logits: torch.Tensor, trees: DrawnTrees) -> None:
     """Decide which nodes of drawn trees are accepted. See `DecideTrees`."""
-    if rows.forbidden is None:
-        raise ValueError("the decision needs a place for the nodes that it forbids")
-    if logits.shape[1] != trees.laws.shape[2]:
-        sizes = f"{trees.laws.shape[2]} and {logits.shape[1]}"
-        raise ValueError(f"draft and target must have one vocabulary, not {sizes} entries")
+    forbidden = check(rows, logits, trees)
     # A temperature's bits are those of a number that is not negative; padding has a NaN's.
     drawn = rows.requests[:, 5].int().view(torch.float32) > 0
     use_torch_threads(_NANOSECONDS * logits.numel())
     arrays = (rows.requests, drawn, rows.ids, rows.positions)
+    laws, *others = trees
     _decide(
         *(each.numpy() for each in arrays),
         as_numpy(logits.float().contiguous()),
-        *(each.numpy() for each in trees[:-1]),
-        trees.levels,
+        *(each.numpy() for each in (*laws, *others)),
         rows.sampled.numpy(),
-        rows.forbidden.numpy(),
+        forbidden.numpy(),
     )
 
 
@@ -315,7 +314,6 @@ def warm_up() -> None:
     nobody = torch.full((1, 9), -1)
     forbidden = torch.zeros(1, dtype=torch.bool)
     rows = BatchRows(nobody, one, one.int(), one.clone(), one.int(), forbidden)
-    trees = DrawnTrees(
-        torch.zeros(1, 1, 1), one.clone(), one.clone(), one.clone(), level, level.clone(), 1
-    )
+    laws = DraftLaws(torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1))
+    trees = DrawnTrees(laws, one.clone(), one.clone(), one.clone(), level, level.clone())
     decide_trees(rows, torch.zeros(1, 1), trees)

@@ -20,6 +20,7 @@ import torch
 
 from dyntree_kernels.contracts import (
     KINDS,
+    DraftLaws,
     Drawing,
     GrowthSettings,
     OfRequests,
@@ -261,6 +262,9 @@ class CompiledGrowth(StepGrowth):
             expansions = torch.arange(self.edges.shape[1])[:, None]
             seeds = torch.from_numpy(self._request_inputs[2])
             self._seeds = self._drawing.seeds(seeds, expansions).numpy()
+            if self._drawing.chains:
+                temperatures, _, _, chained = self._request_inputs
+                np.logical_or(chained, temperatures > 0, out=chained)
         self._picked = (0, 0)
         self._grafts.edges[:requests] = _NONE
 
@@ -288,7 +292,7 @@ class CompiledGrowth(StepGrowth):
         of_requests = (each[:requests] for each in self._of_requests)
         self._roots, *self._request_inputs, self._levels, self._slots = of_requests
 
-    def pick(self, logits: torch.Tensor, firsts: torch.Tensor | None = None) -> None:
+    def pick(self, logits: torch.Tensor) -> None:
         first, last = self._new
         rows, vocab = logits.shape
         if rows != len(self._roots) * (last - first):
@@ -303,20 +307,17 @@ class CompiledGrowth(StepGrowth):
         )  # fmt: skip
         if self._drawing is not None:
             self._draw(logits, self._drawing.laws)
-        if firsts is not None:
-            given = firsts.numpy()
-            np.copyto(self.tokens[: len(given), first, 0], given, where=given >= 0)
         self._picked = self._new
 
-    def _draw(self, logits: torch.Tensor, laws: torch.Tensor) -> None:
+    def _draw(self, logits: torch.Tensor, laws: DraftLaws) -> None:
         """Draw the children of rows at a temperature above 0."""
         temperatures, classes, _, chained = self._request_inputs
         draw_children(
             as_numpy(flat(logits)), logits.stride(0), logits.shape[1],
             (self._new[0], self._new[1] - self._new[0]), temperatures, classes, self._seeds,
             chained, self._roots, self._weights, self._nodes, self._grafts.tokens.shape[1],
-            self._bases, self._slots, laws.numpy(), self.tokens, self.edges, self.features,
-            self._changes,
+            self._bases, self._slots, laws.tokens.numpy(), laws.chances.numpy(), self.tokens,
+            self.edges, self.features, self._changes,
         )  # fmt: skip
 
     def expand(self, ancestor_bits: torch.Tensor) -> int:
@@ -354,6 +355,7 @@ def warm_up(dtype: torch.dtype, *, draws: bool = False) -> None:
     slot, one = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     bits = torch.zeros(1, 1, dtype=torch.int32)
     of_requests = OfRequests.room(1, slot.device)
+    laws = DraftLaws(torch.zeros(1, 2, 2, dtype=torch.int32), torch.zeros(1, 2, 2))
     settings = GrowthSettings(
         of_requests=of_requests, node_budget=1, children=1, widths=(1,), least=0.0, longest=1,
         coupled=True, weights=torch.zeros(KINDS, 3),
@@ -364,7 +366,7 @@ def warm_up(dtype: torch.dtype, *, draws: bool = False) -> None:
             one.clone(),
         ),
         grafts=1, max_depth=2,
-        drawing=Drawing(torch.zeros(1, 2, 2), one.clone(), torch.add) if draws else None,
+        drawing=Drawing(laws, one.clone(), torch.add) if draws else None,
     )  # fmt: skip
     growth = CompiledGrowth(settings)
     of_requests.temperatures.fill_(1)

@@ -18,14 +18,13 @@ def warm_up(
     *,
     beyond: bool = False,
     draws: bool = False,
-    drawn_trees: bool = False,
 ) -> None:
     """Compile tree attention, KV moves, growth, walks, learning, look-up, paths and
     bitmasks.
 
     ``dtype``: of queries and logits. ``cache_dtypes``: of caches, ``dtype`` without any.
     ``beyond``: whether a layer has features besides scales. ``draws``: whether chains or trees
-    are drawn, and ``drawn_trees``: whether trees are. The first compilation on a machine takes
+    are drawn. The first compilation on a machine takes
     about 10 s. Later processes take a fraction of a second to load the machine code that `compiled`
     stored.
     """
@@ -40,7 +39,7 @@ def warm_up(
             tree_attention(q, key, value, "vec", slot, slot[0], rows, one, out, features)
         kv_move([key], [value], "vec", slot + 1, slot)
     for of_logits in dict.fromkeys((dtype, torch.float32)):  # parameters give float32
-        growth.warm_up(of_logits, draws=drawn_trees)
+        growth.warm_up(of_logits, draws=draws)
     if draws:
         drawn.warm_up()
     walk.warm_up()

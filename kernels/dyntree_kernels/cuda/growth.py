@@ -22,13 +22,11 @@ import triton.language as tl
 
 from dyntree_kernels.contracts import GrowthSettings, StepGrowth, expansions_of
 from dyntree_kernels.cuda.children import merge, warps_for
+from dyntree_kernels.cuda.drawn import draw_children
 from dyntree_kernels.cuda.grafts import Candidates, GraftArrays, Judging, graft, see
 from dyntree_kernels.cuda.gumbel import rank_blocks
 from dyntree_kernels.cuda.stored import expansion_of, store
 from dyntree_kernels.tries import Trie
-
-MOST_CANDIDATES = 8192
-"""Limit per request: one program holds all of them in its registers."""
 
 _RANKED = 32  # candidates that one program ranks, and rows whose nodes it stores
 _AGAINST = 128  # candidates that they are compared with at a time
@@ -242,18 +240,31 @@ class DeviceGrowth(StepGrowth):
         )
         self._best = torch.full((requests, self._budget), -1, dtype=torch.int64, device=device)
         self._became = torch.full_like(self.candidates.tokens, -1)
+        self._drawing = settings.drawing
+        self._numbers = torch.arange(expansions, device=device)[:, None]
+        # Of the draws of every expansion; and by how much they change the logs of chances.
+        self._seeds = torch.zeros(expansions, requests, dtype=torch.int64, device=device)
+        self._changes = torch.zeros(requests, expansions, children, device=device)
         self._forward = 0
         # The expansions that children come of next, and how many have children.
         self._new, self._picked = (0, 1), 0
 
     def start(self, requests: int) -> None:
         self.resume(requests, 0)
+        of, drawing = self._of_requests, self._drawing
+        if drawing is not None:
+            self._seeds[:, :requests].copy_(drawing.seeds(of.seeds, self._numbers))
+            if drawing.chains:
+                of.chained.logical_or_(of.temperatures > 0)
         if self._grafts.edges is not None:
             self._grafts.edges[:requests].fill_(-math.inf)
 
     def graft(self, trie: Trie) -> None:
+        of = self._of_requests
+        if self._drawing is not None:  # a trie's nodes are no draws
+            of = of._replace(chained=of.chained | (of.temperatures > 0))
         graft(
-            trie, self._of_requests, self._weights, self.candidates, self._grafts,
+            trie, of, self._weights, self.candidates, self._grafts,
             children=self._children, max_depth=self._max_depth, coupled=self._coupled,
         )  # fmt: skip
 
@@ -262,7 +273,7 @@ class DeviceGrowth(StepGrowth):
         self._forward, self._new = forwards, expansions_of(self._widths, forwards)
         self._picked = self._new[1]
 
-    def pick(self, logits: torch.Tensor, firsts: torch.Tensor | None = None) -> None:
+    def pick(self, logits: torch.Tensor) -> None:
         roots, temperatures, classes, seeds, chained, levels, _ = self._of_requests
         first, end = self._new
         width, kept = end - first, self._children
@@ -270,6 +281,8 @@ class DeviceGrowth(StepGrowth):
             raise ValueError(f"logits of {len(logits)} rows for {len(roots)} x {width}")
         if self._weights is not None:
             kept = min(max(2, kept), logits.shape[1])  # a margin needs two
+        if self._drawing is not None:
+            kept = max(kept, self._drawing.laws.tokens.shape[2])
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         positions = roots if first == 0 else self._positions
         ranked = rank_blocks(
@@ -283,10 +296,13 @@ class DeviceGrowth(StepGrowth):
             self.candidates, self._grafts, judging, self._levels, levels,
             max_depth=self._max_depth, coupled=self._coupled,
         )  # fmt: skip
-        if firsts is not None:
-            candidate = self._nodes_of_tries + first * self._children
-            best = self.candidates.tokens[: len(roots), candidate]
-            best.copy_(torch.where(firsts < 0, best, firsts))
+        if self._drawing is not None:
+            draw_children(
+                ranked, self._of_requests, self._seeds, self._weights, self._drawing.laws,
+                self.candidates, (self._bases, self._nodes, self._levels), self._changes,
+                self._new, children=self._children, grafts=self._nodes_of_tries,
+                max_depth=self._max_depth,
+            )  # fmt: skip
         self._picked = end
 
     def expand(self, ancestor_bits: torch.Tensor) -> None:
@@ -339,4 +355,6 @@ class DeviceGrowth(StepGrowth):
             FEATURED=self._weights is not None, ROWS=_RANKED,
             WORDS=triton.next_power_of_2(words), GRAFTS=grafts, SHIFT=self._shift, num_warps=4,
         )  # fmt: skip
+        if self._drawing is not None:
+            self._drawing.origins[slots] = (self._best[:requests] - grafts) // children
         return tokens

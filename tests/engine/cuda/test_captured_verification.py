@@ -110,9 +110,7 @@ class Engine:
             Keeper(torch.arange(rows + 5), lambda of, slots: mover(of.path, of.roots, slots)),
             Keeper(torch.arange(MOST) + 100, self.commit),
         ]
-        ops: Any = SimpleNamespace(
-            walk=walk, learn=learn, perturb=None, decide_blocks=None, clock=StageClock()
-        )
+        ops: Any = SimpleNamespace(walk=walk, learn=learn, perturb=None, clock=StageClock())
         sampler: Any = SimpleNamespace()
         self.record: Record = replayed
         never: Any = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -12,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from growth_steps import growth_of, memory_of
+from growth_steps import drawing_of, growth_of, memory_of
 from noted_kernels import Kernel
 from scipy.stats import chisquare
 
@@ -20,24 +19,13 @@ from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
-from reference.blocks_in_torch import Chains, Chances, decide  # noqa: E402
-
-from dyntree_kernels.blocks import DecideBlocks  # noqa: E402
-from dyntree_kernels.contracts import (  # noqa: E402
-    BatchRows,
-    OfRequests,
-    StepGrowth,
-    Walked,
-    room_for,
-)
+from dyntree_kernels.contracts import BatchRows, OfRequests, Walked, room_for  # noqa: E402
 from dyntree_kernels.cpu.drawn import decide_trees  # noqa: E402
 from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
-from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
 from dyntree_kernels.cpu.walk import walk  # noqa: E402
-from dyntree_kernels.drawn import DrawnTrees  # noqa: E402
-from dyntree_plugin.engine.papers.chain_growth import ChainGrowth  # noqa: E402
-from dyntree_plugin.engine.papers.chain_samples import ChainSamples, SamplesWalk, TreeSamples  # noqa: E402
-from dyntree_plugin.engine.papers.draw_store import DrawStore  # noqa: E402
+from dyntree_kernels.drawn import DecideTrees, DrawnTrees  # noqa: E402
+from dyntree_plugin.engine.papers import draw_store  # noqa: E402
+from dyntree_plugin.engine.papers.drawn_samples import DrawnSamples, SamplesWalk  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
 from dyntree_plugin.engine.step.sampled_walk import SampledWalk  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
@@ -73,16 +61,17 @@ DRAFT, TARGET = logits(1), logits(2)
 class Engine:
     """R requests, one step after another, with tables in place of models.
 
-    ``compiled``: the growth. ``ends``: whether chains end early, at limits. ``peeks``: whether
-    they end by the tokens that they leave out. Chains are verified as on a CPU, or `as_blocks`.
+    ``ends``: whether chains end early, at limits. ``peeks``: whether they end by the tokens that
+    they leave out. ``kept``: tokens of the draft's distributions.
     """
 
     temperatures: torch.Tensor
-    compiled: bool = True
     ends: bool = False
     peeks: bool = False
+    kept: int = VOCABULARY
     plan: TreePlan = PLAN
     cut: ClassVar[Any] = staticmethod(level_counts)
+    chains: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         count = len(self.temperatures)
@@ -91,21 +80,17 @@ class Engine:
         self.trees = TreeStore(count, self.plan, VOCABULARY, torch.device("cpu"))
         rows, columns = count * self.plan.shape.width, count * self.plan.scratch_slots
         self.memory = memory_of(count, rows, columns, last=500)
-        self.draw(count)
+        with mock.patch.object(draw_store, "LAW_SIZE", self.kept):
+            self.draws = draw_store.DrawStore(count, self.plan, VOCABULARY, torch.device("cpu"))
+        drawing = drawing_of(self.draws, chains=self.chains)
+        self.growth = growth_of(CompiledGrowth, self.trees, self.memory, self.estimate, drawing)
+        self.samples = DrawnSamples(self.trees, self.draws, decide_trees)
         nodes = self.plan.shape.node_budget
         self.buffers = SimpleNamespace(
             input_ids=torch.zeros(count * (nodes + 1), dtype=torch.int32),
             positions=torch.zeros(count * (nodes + 1), dtype=torch.int64),
             seq_lens=torch.full((count,), 1000, dtype=torch.int32),
         )
-
-    def draw(self, count: int) -> None:
-        """Make what draws for ``count`` requests, and what verifies that."""
-        self.draws = DrawStore(count, self.plan, VOCABULARY, torch.device("cpu"))
-        kind = CompiledGrowth if self.compiled else None
-        growth = growth_of(kind, self.trees, self.memory, self.estimate)
-        self.growth: StepGrowth = ChainGrowth(growth, self.draws, perturbed_logits, self.memory)
-        self.samples = TreeSamples(self.trees, self.draws, decide_trees)
 
     def grow(self, last: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
         """Return the tokens of the trees below the tokens ``last`` at positions ``roots``."""
@@ -204,91 +189,29 @@ RUNS = 30_000
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def as_blocks(engine: Engine) -> Engine:
-    """Verify its chains by the rule of CUDA's kernels."""
-    decided = partial(decide, perturb=perturbed_logits)
-    engine.samples = ChainSamples(engine.trees, engine.draws, decided)
-    return engine
-
-
-def on_a_cpu(engine: Engine) -> Engine:
-    return engine
-
-
-@pytest.mark.parametrize("verified", [on_a_cpu, as_blocks])
-@pytest.mark.parametrize(("compiled", "ends"), [(True, True), (False, False)])
-def test_texts_follow_the_target_over_many_steps(
-    compiled: bool, ends: bool, verified: Callable[[Engine], Engine]
-) -> None:
-    engine = verified(Engine(torch.ones(RUNS), compiled, ends))
-    assert p_value(engine.texts()) > UNSUSPICIOUS
-
-
-def test_both_ways_accept_as_much_of_chains() -> None:
-    def mean_length(engine: Engine) -> float:
-        roots = torch.full((RUNS,), FIRST)
-        return float(engine.step(torch.zeros(RUNS).long(), roots)[1].double().mean())
-
-    ways = [mean_length(way(Engine(torch.ones(RUNS)))) for way in (on_a_cpu, as_blocks)]
-    assert abs(ways[0] - ways[1]) < 4 * DEPTH / RUNS**0.5
+@pytest.mark.parametrize(("ends", "kept"), [(False, VOCABULARY), (True, VOCABULARY), (True, 2)])
+def test_texts_follow_the_target_over_many_steps(ends: bool, kept: int) -> None:
+    assert p_value(Engine(torch.ones(RUNS), ends=ends, kept=kept).texts()) > UNSUSPICIOUS
 
 
 def test_ends_that_depend_on_the_tokens_that_they_leave_out_are_noticed() -> None:
     assert p_value(Engine(torch.ones(RUNS), peeks=True).texts()) < SURELY_BIASED
 
 
-def test_a_chain_that_goes_on_from_the_target_instead_of_the_residual_is_noticed() -> None:
-    def next_law(self: Chains, found: Chances, lengths: torch.Tensor) -> torch.Tensor:
-        return self.target[torch.arange(len(lengths)), lengths]
+def decided_by(engine: Engine, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Have an engine decide by other chances of the draft than it drew by."""
 
-    with mock.patch.object(Chains, "next_law", next_law):
-        assert p_value(as_blocks(Engine(torch.ones(RUNS))).texts()) < SURELY_BIASED
+    def decide(rows: BatchRows, logits: torch.Tensor, trees: DrawnTrees) -> None:
+        laws = trees.laws._replace(chances=change(trees.laws.chances))
+        decide_trees(rows, logits, trees._replace(laws=laws))
+
+    return mock.patch.object(engine.samples, "_decide", decide)
 
 
 def test_a_chain_that_is_verified_by_another_law_than_that_of_its_draws_is_noticed() -> None:
-    def even(rows: BatchRows, logits: torch.Tensor, trees: DrawnTrees) -> None:
-        decide_trees(rows, logits, trees._replace(laws=torch.full_like(trees.laws, 1 / 3)))
-
     engine = Engine(torch.ones(RUNS))
-    with mock.patch.object(engine.samples, "_decide", even):
+    with decided_by(engine, lambda chances: torch.full_like(chances, 1 / 3)):
         assert p_value(engine.texts()) < SURELY_BIASED
-
-
-def noise_keys(engine: Engine) -> list[tuple[int, int]]:
-    """Return the seed and the position of all noise that the texts of an engine took."""
-    keys: list[tuple[int, int]] = []
-
-    def noted(
-        scores: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, at: torch.Tensor
-    ) -> torch.Tensor:
-        keys.extend(zip(seeds.tolist(), at.tolist(), strict=True))
-        return perturbed_logits(scores, temperatures, seeds, at)
-
-    with (
-        mock.patch.object(engine.growth, "_perturb", noted),
-        mock.patch.object(engine.samples, "_decide", partial(decide, perturb=noted)),
-    ):
-        engine.texts()
-    return keys
-
-
-def test_no_step_uses_the_noise_of_another_one() -> None:
-    """What a step rejects tells of its noise, so the next one needs noise of its own."""
-    keys = noise_keys(as_blocks(Engine(torch.ones(40))))
-    assert len(keys) > 40 * 2 * (DEPTH + 2)
-    assert len(set(keys)) == len(keys)
-
-
-def test_noise_that_two_steps_share_is_noticed() -> None:
-    engine = as_blocks(Engine(torch.ones(40)))
-    step = engine.step
-
-    def same_roots(last: torch.Tensor, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return step(last, torch.full_like(roots, FIRST))
-
-    with mock.patch.object(engine, "step", same_roots):
-        keys = noise_keys(engine)
-    assert len(set(keys)) < len(keys)
 
 
 def test_greedy_requests_beside_chains_get_the_targets_best_tokens() -> None:
@@ -336,49 +259,50 @@ def test_a_chain_is_worth_what_was_known_before_its_tokens_were_drawn() -> None:
         assert len(values[tokens[:, 0] == token, 1].unique()) == 1
 
 
-def test_stored_distributions_are_those_that_the_tokens_were_drawn_from() -> None:
+@pytest.mark.parametrize("kept", [VOCABULARY, 2])
+def test_stored_distributions_are_those_that_the_tokens_were_drawn_from(kept: int) -> None:
     count = 20_000
-    engine = Engine(torch.full((count,), 0.5))
+    engine = Engine(torch.full((count,), 0.5), kept=kept)
     tokens = engine.grow(torch.zeros(count).long(), torch.full((count,), FIRST))
-    laws = engine.draws.laws[:count]
-    wanted = (DRAFT / 0.5).softmax(dim=1)
-    torch.testing.assert_close(laws[:, 0], wanted[:1].expand(count, -1))
-    torch.testing.assert_close(laws[:, 1], wanted[tokens[:, 0]])
-    seen = torch.bincount(tokens[:, 0], minlength=VOCABULARY).double()
-    assert chisquare(seen, wanted[0].double() * count / wanted[0].double().sum()).pvalue > 1e-3
+    best = (DRAFT / 0.5).topk(kept, dim=1)
+    wanted = best.values.softmax(dim=1)
+    for place, last in enumerate((torch.zeros(count).long(), tokens[:, 0])):
+        assert torch.equal(engine.draws.laws.tokens[:count, place].long(), best.indices[last])
+        torch.testing.assert_close(engine.draws.laws.chances[:count, place], wanted[last])
+    seen = torch.bincount(tokens[:, 0], minlength=VOCABULARY)[best.indices[0]]
+    assert int(seen.sum()) == count
+    expected = wanted[0].double() / wanted[0].double().sum()
+    assert chisquare(seen.double(), expected * count).pvalue > 1e-3
 
 
-def verifier_of(engine: Engine, decide: DecideBlocks) -> TreeVerifier:
-    ops: Any = SimpleNamespace(walk=walk, perturb=perturbed_logits, decide_blocks=decide)
+def verifier_of(engine: Engine, decide: DecideTrees) -> TreeVerifier:
     buffers: Any = SimpleNamespace(**vars(engine.buffers), device=torch.device("cpu"))
     nothing: Any = None
-    walk_of_chains = SamplesWalk(
-        ChainSamples(engine.trees, engine.draws, decide), SampledWalk(engine.trees, walk)
-    )
+    samples = DrawnSamples(engine.trees, engine.draws, decide)
     return TreeVerifier(
         nothing,
         engine.trees,
         nothing,
-        ops,
         nothing,
-        walk=walk_of_chains,
+        nothing,
+        walk=SamplesWalk(samples, SampledWalk(engine.trees, walk)),
         buffers=buffers,
         keepers=nothing,
     )
 
 
 def test_no_chain_compiles_a_kernel_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = pytest.importorskip("dyntree_kernels.cuda.blocks", reason="Triton is not installed")
-    kernels = {
-        name: Kernel() for name in ("_add_up", "_compare", "_weigh", "_accept", "_draw", "_emit")
-    }
+    traversal = pytest.importorskip(
+        "dyntree_kernels.cuda.traversal", reason="Triton is not installed"
+    )
+    kernels = {name: Kernel() for name in ("_add_up", "_accept", "_draw", "_emit")}
     for name, kernel in kernels.items():
-        monkeypatch.setattr(blocks, name, kernel)
+        monkeypatch.setattr(traversal, name, kernel)
     engines = [Engine(torch.ones(count)) for count in range(1, 6)]
-    verifier_of(engines[0], blocks.decide).rehearse()
+    verifier_of(engines[0], traversal.decide_trees).rehearse()
     rehearsed = {name: {*kernel.compiled} for name, kernel in kernels.items()}
     assert all(len(compiled) == 1 for compiled in rehearsed.values())
     for engine in engines:
-        engine.samples = ChainSamples(engine.trees, engine.draws, blocks.decide)
+        engine.samples = DrawnSamples(engine.trees, engine.draws, traversal.decide_trees)
         engine.step(torch.zeros(len(engine.seeds)).long(), torch.full_like(engine.seeds, FIRST))
     assert {name: kernel.compiled for name, kernel in kernels.items()} == rehearsed

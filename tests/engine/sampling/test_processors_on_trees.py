@@ -255,7 +255,7 @@ def test_the_sampler_gets_fewer_rows_at_once_if_it_copies_them(
 
     sampler: Any = SimpleNamespace(sample=sample, logprobs_mode="raw_logprobs")
     trees: Any = None
-    ops: Any = SimpleNamespace(perturb=None, decide_blocks=None)
+    ops: Any = SimpleNamespace(perturb=None)
     nothing: Any = None
     made = TreeVerifier(
         sampler,

@@ -8,7 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exactness import Grown, Model, continued, distance
+from exactness import (
+    Grown,
+    Model,
+    continued,
+    distance,
+    drawn_as_listed,
+    grow_every_way,
+    of_best_tokens,
+)
 from reference.blocks_in_torch import Chains
 from test_exactness import (
     ALL_MODELS,
@@ -19,6 +27,7 @@ from test_exactness import (
     WR,
     Case,
     grown,
+    models,
     most_valuable,
     name_of,
     shape,
@@ -103,6 +112,30 @@ def test_the_first_nodes_of_a_tree_emit_it_too(case: Case):
     made, target = grown(case, 0)
     for scheduled in (1, made.tree.tokens.shape[1] - 1):
         assert distance(emitted_by_traversal(made, target, scheduled), target) < EXACT
+
+
+def from_best_tokens(case: Case) -> Iterator[tuple[Grown, Model, Model]]:
+    """Yield the trees of drafts of two tokens, the whole drafts, and the targets."""
+    config, tree_shape, vocab = case
+    for draft, target in models(vocab, tree_shape.max_depth):
+        plan = plan_growth(config, tree_shape)
+        yield grow_every_way(plan, of_best_tokens(draft, 2)), draft, target
+
+
+@both
+def test_trees_that_are_drawn_from_a_drafts_best_tokens_emit_it_too(case: Case):
+    for made, _, target in from_best_tokens(case):
+        assert distance(law_of(made, target, as_it_is), target) < EXACT
+
+
+@both
+def test_to_verify_them_by_the_whole_draft_is_biased(case: Case):
+    far = 0.0
+    for made, draft, target in from_best_tokens(case):
+        whole = draft.after(made.depths, made.codes).log()
+        claimed = replace(made, tree=drawn_as_listed(made.tree, whole))
+        far = max(far, distance(law_of(claimed, target, as_it_is), target))
+    assert far > BIASED
 
 
 def biased(case: Case, break_it: Callable[[Traversal, Grown, Model], Traversal]) -> bool:

@@ -1,4 +1,4 @@
-"""Verification where requests at a temperature above 0 have drawn chains or trees.
+"""Verification where requests at a temperature above 0 have drawn trees or chains.
 
 What is accepted of them becomes samples: the accepted tokens and the one after them stand where the
 target's samples do, and the nodes after them are forbidden. So one walk serves all requests.
@@ -6,11 +6,8 @@ target's samples do, and the nodes after them are forbidden. So one walk serves 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from dyntree_kernels.blocks import DecideBlocks, DrawnChains
 from dyntree_kernels.contracts import BatchRows, Walked
 from dyntree_kernels.drawn import DecideTrees, DrawnTrees
 from dyntree_plugin.engine.papers.draw_store import DrawStore
@@ -25,7 +22,7 @@ class SamplesWalk:
 
     reads_logits = True
 
-    def __init__(self, samples: ChainSamples, walk: TreeWalk) -> None:
+    def __init__(self, samples: DrawnSamples, walk: TreeWalk) -> None:
         self._samples = samples
         self._walk = walk
 
@@ -35,13 +32,13 @@ class SamplesWalk:
         return self._walk(requests, self._samples(requests, rows, processed), processed, room)
 
 
-class ChainSamples:
-    """Turns what is accepted of chains into samples of the target."""
+class DrawnSamples:
+    """Turns what is accepted of drawn trees into samples of the target. A chain is one of them."""
 
-    def __init__(self, trees: TreeStore, draws: DrawStore, decide: DecideBlocks) -> None:
+    def __init__(self, trees: TreeStore, draws: DrawStore, decide: DecideTrees) -> None:
         self._trees = trees
         self._draws = draws
-        self._decide: Any = decide
+        self._decide = decide
 
     def __call__(self, requests: Requests, rows: BatchRows, logits: torch.Tensor) -> BatchRows:
         """Return the rows of R requests with these samples, for the walk.
@@ -56,30 +53,13 @@ class ChainSamples:
         else:
             forbidden = rows.forbidden.clone()
         rows = rows._replace(sampled=rows.sampled.clone(), forbidden=forbidden)
-        noise = stream(requests.seeds, ACCEPT), stream(requests.seeds, BONUS)
-        self._decide(rows, logits, self._drawn(*noise))
-        return rows
-
-    def _drawn(self, accepting: torch.Tensor, emitting: torch.Tensor) -> Any:
-        return DrawnChains(self._draws.laws, self._trees.counts, accepting, emitting)
-
-
-class TreeSamples(ChainSamples):
-    """Turns what is accepted of drawn trees into samples of the target. A chain is one of them."""
-
-    def __init__(self, trees: TreeStore, draws: DrawStore, decide: DecideTrees) -> None:
-        self._trees = trees
-        self._draws = draws
-        self._decide = decide
-
-    def _drawn(self, accepting: torch.Tensor, emitting: torch.Tensor) -> Any:
-        trees, draws = self._trees, self._draws
-        return DrawnTrees(
-            draws.laws,
-            trees.counts,
-            accepting,
-            emitting,
-            trees.parents,
-            draws.origins,
-            trees.shape.max_depth,
+        drawn = DrawnTrees(
+            self._draws.laws,
+            self._trees.counts,
+            stream(requests.seeds, ACCEPT),
+            stream(requests.seeds, BONUS),
+            self._trees.parents,
+            self._draws.origins,
         )
+        self._decide(rows, logits, drawn)
+        return rows
