@@ -38,6 +38,16 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.2,
     "tie_word_embeddings": False,
 }
+_SPARSE: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": _QUERY_RANK,
+    "n_group": 2,
+    "topk_method": "noaux_tc",
+    "index_topk": 16,
+    "index_n_heads": 2,
+    "index_head_dim": 128,
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
@@ -54,8 +64,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "num_nextn_predict_layers": 1,
     },
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": _SPARSE
+    | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "indexer_rope_interleave": True,
+        "index_topk_pattern": "FSF",
+    },
 }
-"""Configurations by model types: a router with a softmax, and one with a sigmoid and a bias."""
+"""Configurations by model types: a router with a softmax, one with a sigmoid and a bias, that with
+an indexer, and that with a layer that shares what the layer before it has selected."""
 
 
 def latent_target(folder: Path, kind: str, seed: int = 0) -> Path:

@@ -16,7 +16,12 @@ from dyntree_plugin.admission.blocks import BLOCK_REFUSALS, block_draft_refusals
 from dyntree_plugin.admission.connectors import CONNECTOR_REFUSALS
 from dyntree_plugin.admission.cuda_backends import CUDA_REFUSALS
 from dyntree_plugin.admission.heads import HEAD_REFUSALS
-from dyntree_plugin.admission.latent import LATENT_DRAFT_REFUSALS, LATENT_ON_CPU, LATENT_REFUSALS
+from dyntree_plugin.admission.latent import (
+    LATENT_DRAFT_REFUSALS,
+    LATENT_ON_CPU,
+    LATENT_REFUSALS,
+    SPARSE_ON_CUDA,
+)
 from dyntree_plugin.admission.mrope import MROPE_REFUSALS
 from dyntree_plugin.admission.quantised_caches import QUANTISED_CACHE_REFUSALS
 from dyntree_plugin.admission.refusals import (
@@ -161,7 +166,8 @@ def _refusals(
             "leave it out"
         )
     on_cpu = (*CPU_REFUSALS, *LATENT_ON_CPU)
-    of_device = {"cpu": on_cpu, "cuda": CUDA_REFUSALS}.get(device_type, ())
+    on_cuda = (*CUDA_REFUSALS, *SPARSE_ON_CUDA)
+    of_device = {"cpu": on_cpu, "cuda": on_cuda}.get(device_type, ())
     of_targets = (*state_refusals(device_type), *LATENT_REFUSALS, *MROPE_REFUSALS)
     of_options = (*QUANTISED_CACHE_REFUSALS, *CONNECTOR_REFUSALS, *BLOCK_REFUSALS)
     of_options += EXPERT_REFUSALS

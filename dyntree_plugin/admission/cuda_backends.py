@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dyntree_kernels.features import KV_CACHE_DTYPES
-from dyntree_plugin.admission.refusals import Refusal, dtype_of, kv_cache_dtype
+from dyntree_plugin.admission.refusals import Refusal, dtype_of, index_topk, kv_cache_dtype
 from dyntree_plugin.options.methods import reads_masks
 
 CUDA_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
@@ -15,6 +15,9 @@ CUDA_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 LATENT_CUDA_BACKENDS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA")
 """Those for multi-head latent attention; they need 16-bit types. The first one runs on every GPU,
 the others on Hopper. The last one reads no quantised cache."""
+
+SPARSE_CUDA_BACKENDS = ("FLASHMLA_SPARSE",)
+"""Those for latent attention with an indexer."""
 
 
 def _named(attention_backend: Any) -> str | None:
@@ -31,10 +34,11 @@ def _backend_of_masks(config: Any) -> str | None:
 
 
 class _Kind(NamedTuple):
-    """A kind of targets, by latent attention and by a quantised cache of it, and the backends that
-    serve it."""
+    """A kind of targets, by latent attention, an indexer and a quantised cache of it, and the
+    backends that serve it."""
 
     latent: bool
+    sparse: bool
     quantised: bool
     backends: tuple[str, ...]
 
@@ -43,22 +47,25 @@ class _Kind(NamedTuple):
 
         def value(config: Any) -> str | None:
             latent = config.model_config.use_mla
-            quantised = latent and kv_cache_dtype(config) in KV_CACHE_DTYPES
-            return named(config) if (latent, quantised) == self[:2] else None
+            sparse = latent and bool(index_topk(config.model_config))
+            quantised = latent and not sparse and kv_cache_dtype(config) in KV_CACHE_DTYPES
+            return named(config) if (latent, sparse, quantised) == self[:3] else None
 
         return Refusal(
             option,
             value,
             lambda name: name not in (None, *self.backends),
             f"trees{' over quantised caches' * self.quantised} run on "
-            f"{', '.join(self.backends[:-1])} and {self.backends[-1]}; leave it out",
+            f"{' and '.join(filter(None, (', '.join(self.backends[:-1]), self.backends[-1])))}; "
+            "leave it out",
         )
 
 
 _KINDS = (
-    _Kind(False, False, CUDA_BACKENDS),
-    _Kind(True, False, LATENT_CUDA_BACKENDS),
-    _Kind(True, True, LATENT_CUDA_BACKENDS[:2]),
+    _Kind(False, False, False, CUDA_BACKENDS),
+    _Kind(True, False, False, LATENT_CUDA_BACKENDS),
+    _Kind(True, False, True, LATENT_CUDA_BACKENDS[:2]),
+    _Kind(True, True, False, SPARSE_CUDA_BACKENDS),
 )
 
 

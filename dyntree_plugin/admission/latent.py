@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 from dyntree_kernels.features import KV_CACHE_DTYPES
-from dyntree_plugin.admission.refusals import Refusal, kv_cache_dtype
+from dyntree_plugin.admission.refusals import Refusal, index_topk, kv_cache_dtype
 from dyntree_plugin.admission.uncompared import Targets
 
-_LATENT = Targets("use_mla", lambda m: m.use_mla)
+SPARSE_TARGETS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+"""Architectures with an indexer (DSA) that trees pass on CUDA; in vLLM both are one class."""
 
-LATENT_REFUSALS = (
-    _LATENT.refusal(
-        "index_topk",
-        lambda c: getattr(c.model_config.hf_text_config, "index_topk", None),
-        bool,
-        "trees do not pass sparse attention with an indexer (DSA); use a model without",
-    ),
-    *_LATENT.uncompared("enable_lora"),
-)
+_LATENT = Targets("use_mla", lambda m: m.use_mla)
+_SPARSE = Targets("index_topk", index_topk)
+
+LATENT_REFUSALS = tuple(_LATENT.uncompared("enable_lora"))
 """Checks of ``VllmConfig``."""
 
+SPARSE_ON_CUDA = (
+    _SPARSE.other_than(SPARSE_TARGETS),
+    *_SPARSE.uncompared("dtype", "pipeline_parallel_size", "kv_cache_dtype", "kv_transfer_config"),
+    _SPARSE.refusal(
+        "attention_config.indexer_kv_dtype",
+        lambda c: c.attention_config.indexer_kv_dtype,
+        lambda dtype: dtype not in ("auto", "fp8"),
+        "trees move keys of the indexer in FP8 alone; leave it out",
+    ),
+    _SPARSE.refusal(
+        "attention_config.hisparse_config",
+        lambda c: c.attention_config.hisparse_config,
+        bool,
+        "trees have to be moved in a cache on the device; leave it out",
+    ),
+)
+"""Those on CUDA besides."""
+
 LATENT_ON_CPU = (
+    _LATENT.refusal(
+        "index_topk",
+        lambda c: index_topk(c.model_config),
+        bool,
+        "trees pass sparse attention with an indexer (DSA) on CUDA alone; use a model without",
+    ),
     _LATENT.refusal(
         "kv_cache_dtype",
         kv_cache_dtype,
@@ -30,6 +50,13 @@ LATENT_ON_CPU = (
 """Those on a CPU besides."""
 
 LATENT_DRAFT_REFUSALS = (
+    Refusal(
+        "index_topk (target, draft)",
+        lambda s: (index_topk(s.target_model_config), index_topk(s.draft_model_config)),
+        any,
+        "drafts of targets with an indexer (DSA), and drafts with one, were not compared; use "
+        "look-up, method ngram_gpu",
+    ),
     Refusal(
         "use_mla (target, draft)",
         lambda s: (s.target_model_config.use_mla, s.draft_model_config.use_mla),

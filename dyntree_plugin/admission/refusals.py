@@ -51,6 +51,12 @@ def kv_cache_dtype(config: Any) -> str:
     return "fp8" if chosen == "auto" and of_checkpoint.get("kv_cache_scheme") else chosen
 
 
+def index_topk(model_config: Any) -> int | None:
+    """Return how many positions an indexer (DSA) selects for a row; None without one."""
+    selected: int | None = getattr(model_config.hf_text_config, "index_topk", None)
+    return selected
+
+
 SPECULATION_REFUSALS = (
     Refusal(
         "use_heterogeneous_vocab",

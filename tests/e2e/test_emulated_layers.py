@@ -55,12 +55,15 @@ FP8 = {
     "max_num_batched_tokens": 160,
 }
 """vLLM for CPUs reads no chunks of quantised latent vectors, so prompts are read whole."""
+SPARSE = {"block_size": 64, "tokenizer_mode": "hf"}
+"""What vLLM for CPUs has no attention for; that of CUDA takes blocks of 64 tokens."""
 OF_TEXT = {"language_model_only": True}
 TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "deepseek_v2": ("draft", {"block_size": 16}, {}),
     "deepseek_v2 with a head": ("EAGLE-3", {"block_size": 16}, {}),
     "deepseek_v2 in FP8": ("draft", {"block_size": 16} | FP8, {}),
     "deepseek_v3": ("module", {"block_size": 16}, {}),
+    "deepseek_v32": ("look-up", SPARSE, {}),
     "nemotron_h": ("look-up", WITHOUT_CACHE, {}),
     "nemotron_h, cached": ("look-up", CACHED, WITHOUT_CACHE),
     "lfm2": ("look-up", WITHOUT_CACHE, {}),
@@ -118,6 +121,7 @@ CONTROLS = {
     "deepseek_v2": (*_MOVES, "wrong_ancestor_bit"),
     "deepseek_v2 with a head": _MOVES,
     "deepseek_v2 in FP8": ("half_moves",),
+    "deepseek_v32": ("wrong_ancestor_bit",),
     "deepseek_v3": (),  # The module of so small a target guesses too little for a control.
     "qwen2_5_vl": (*_MOVES, "rows_in_place_of_depths"),
     "gemma4_text": _MOVES,
@@ -133,8 +137,8 @@ BROKEN = [(target, name) for target, names in CONTROLS.items() for name in names
 class Served:
     """What an engine without trees gave, and an emulated one by the names of its runs.
 
-    vLLM for CPUs has no quantised cache of latent vectors; there the engine without trees is the
-    emulated one, whose requests want no node.
+    vLLM for CPUs has no quantised cache of latent vectors, and no sparse attention to them; there
+    the engine without trees is the emulated one, whose requests want no node.
     """
 
     run: Run
@@ -172,7 +176,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
         )
         small = SMALL_STATES if cached and kind.startswith("qwen3") else {}
         model = str(make(tmp_path_factory.mktemp("targets") / kind, kind, **small))
-        quantised = "kv_cache_dtype" in common
+        on_cuda_alone = "kv_cache_dtype" in common or common == SPARSE
         # vLLM's operator for a CPU rotates heads of other tokens where a model gives it three axes.
         options: dict[str, Any] = {"custom_ops": ["-rotary_embedding"]}
         common = LIMITS | common | {"model": model, "compilation_config": options}
@@ -184,9 +188,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
         sizes = [requests * (nodes + 1) for requests in (1, 2, 4)]
         graphs = options | {"mode": 0, "cudagraph_capture_sizes": sizes}
         trees |= common | {"enforce_eager": False, "compilation_config": graphs}
-        runs = dict.fromkeys(("sound", "again")[: 1 if cached or quantised else 2], run)
+        runs = dict.fromkeys(("sound", "again")[: 1 if cached or on_cuda_alone else 2], run)
         runs |= {each: replace(run, sabotage=each) for of, each in BROKEN if of == name}
-        if quantised:
+        if on_cuda_alone:
             nobody = [
                 replace(each, params={**each.params, "extra_args": {"dyntree_nodes": 0}})
                 for each in run.requests

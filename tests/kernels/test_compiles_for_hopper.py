@@ -31,6 +31,7 @@ from dyntree_kernels.cuda import (  # noqa: E402
     paths,
     place,
     recurrence,
+    selection,
     state_commits,
     stored,
     traversal,
@@ -57,7 +58,7 @@ TYPES = {
         "ROWS_BOUNDS ANCESTORS SEQ_LENS PREFILL_LENS CTX_LENS IDS ROW_BITS EMITTED REJECTED "
         "SIZES LOCAL PATHS PROMPT_MASK OUTPUT_COUNTS WORD_TOKENS OFFSETS WORD_COUNTS "
         "PROMPT_LENS TOTAL_LENS BUDGETS LAST_STARTS LAST_ENDS START_MARKER END_MARKER FORCED "
-        "VERIFIED LAST_NODE LAW_TOKENS LAW_OF_REST STARTS"
+        "VERIFIED LAST_NODE LAW_TOKENS LAW_OF_REST STARTS SELECTED"
     ),
     "*i64": (
         "LAYERS TOKENS PARENTS SAMPLED PATH SEEDS POSITIONS REQUESTS ROW_POSITIONS STORED "
@@ -110,6 +111,7 @@ OF_TRIES = {
 """Arguments that growth leaves out without tries."""
 OF_LAW = {"SIZE": 64, "RANKS": 64, "BLOCKS": 64}
 """Of a draft's distribution, and of the logits of a vocabulary of 128 Ki."""
+SM100 = {"capability": 100}
 SHIFTS = (0, -1)
 """Positions of a draft's rows, less those of their tokens."""
 
@@ -276,10 +278,16 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
         *((drawn._draw_children, {"K": 8, "CHILDREN": 8, "KEPT": 64, "ENTRIES": 4096,
            "LEARNED": learned, "GRAFTS": 64, **OF_LAW}) for learned in (True, False)),
         (gumbel._rank, {"BLOCK": gumbel._CANDIDATES, "K": 8, "NOISE": True}),
+        *((selection._hide, {"COLUMNS": 1024, **each}) for each in ({}, SM100)),
+        *((selection._drop, {"BLOCK": selection._SELECTED, **each}) for each in ({}, SM100)),
     ],
 )  # fmt: skip
 def test_the_small_kernels_compile_without_spills(kernel: Any, constants: dict[str, Any]) -> None:
-    warps = {gumbel._rank: 8, drawn._draw_children: children.warps_for(4096)}
+    warps = {
+        gumbel._rank: 8,
+        selection._hide: 1,
+        drawn._draw_children: children.warps_for(4096),
+    }
     if kernel is traversal._accept:
         warps[kernel] = traversal.warps_for(constants["NODES"])
     used = compiled(kernel, warps.get(kernel, 4), **constants)

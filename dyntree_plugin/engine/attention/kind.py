@@ -75,6 +75,11 @@ class AttentionKind:
         return ".".join(backend.full_cls_name()) in self.backends.values()
 
 
+def named(layer: Any) -> str:
+    """Return the path of a layer's class, since not every engine has to import it."""
+    return f"{type(layer).__module__}.{type(layer).__qualname__}"
+
+
 def _by_shape(layers: Collection[Any]) -> Collection[Sequence[Any]]:
     """Sort the layers of one KV cache group by the shape of their caches, each cache once.
 

@@ -9,24 +9,28 @@ from vllm.model_executor.layers.attention import MLAAttention
 
 from dyntree_kernels.features import KV_CACHE_DTYPES
 from dyntree_plugin.engine.attention.features import UNQUANTISED
-from dyntree_plugin.engine.attention.kind import AttentionKind
+from dyntree_plugin.engine.attention.kind import AttentionKind, named
 from dyntree_plugin.engine.layer_kinds import ANOTHER_MODEL
+
+_SPARSE = "vllm.models.deepseek_v32.attention.DeepseekV32Attention"
 
 
 class LatentKind(AttentionKind):
-    """The `LayerKind` of vLLM's class ``MLAAttention``."""
+    """The `LayerKind` of vLLM's classes ``MLAAttention`` and, with an indexer,
+    ``DeepseekV32Attention``."""
 
     def serves(self, layer: Any) -> bool:
-        return type(layer) is MLAAttention
+        return type(layer) is MLAAttention or named(layer) == _SPARSE
 
     def unserved(self, layer: Any, rows: int) -> Iterator[str]:
-        backend = layer.get_attn_backend()
-        if layer.indexer is not None or layer.use_sparse:
+        backend, sparse = layer.get_attn_backend(), layer.indexer is not None or layer.use_sparse
+        backends = [name for name in self.backends if name.endswith("_SPARSE") == sparse]
+        if sparse and not (backends and named(layer) == _SPARSE):
             yield f"sparse latent attention (DSA) is not supported {ANOTHER_MODEL}"
         elif not self.carries_trees(backend):
             yield (
                 f"backend {backend.get_name()} is not supported: trees pass latent attention on "
-                f"{' and '.join(self.backends)}; set --attention-backend to it"
+                f"{' and '.join(backends)}; set --attention-backend to it"
             )
         sizes = layer.kv_lora_rank, layer.qk_rope_head_dim
         if any(size < 16 or size & (size - 1) for size in sizes):

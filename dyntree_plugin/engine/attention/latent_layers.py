@@ -48,6 +48,32 @@ class TreeLatentMetadata(MLACommonMetadata[MLACommonDecodeMetadata]):
     attend: Attend | None = None
 
 
+def mask_buffers(vllm_config: Any, device: torch.device) -> MaskBuffers:
+    """Make the buffers for the masks of an engine's batches."""
+    plan, scheduler = tree_plan(vllm_config), vllm_config.scheduler_config
+    if plan is None:
+        raise RuntimeError("attention for trees was chosen for an engine without them")
+    columns, requests = plan.shape.node_budget + 1, scheduler.max_num_seqs
+    rows = max(scheduler.max_num_batched_tokens, requests * columns)
+    return MaskBuffers(requests, rows, columns, device)
+
+
+def fill_masks(
+    buffers: MaskBuffers,
+    starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: int,
+    mask: TreeMask | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return context lengths and ancestor bits of the first requests; without a mask, of chains."""
+    if mask is None:
+        return buffers.fill(starts, seq_lens, rows)
+    of_trees = mask.ctx_lens[: len(seq_lens)], mask.ancestor_bits[:rows]
+    if mask.in_place:
+        return of_trees
+    return buffers.fill(starts, seq_lens, rows, *of_trees, all_trees=not mask.has_plain)
+
+
 class LatentTreeBuilder:
     """Precedes a builder of metadata for latent attention.
 
@@ -62,12 +88,7 @@ class LatentTreeBuilder:
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
-        plan, scheduler = tree_plan(vllm_config), vllm_config.scheduler_config
-        if plan is None:
-            raise RuntimeError("attention for trees was chosen for an engine without them")
-        columns, requests = plan.shape.node_budget + 1, scheduler.max_num_seqs
-        rows = max(scheduler.max_num_batched_tokens, requests * columns)
-        self.masks = MaskBuffers(requests, rows, columns, device)
+        self.masks = mask_buffers(vllm_config, device)
         # Numbers of requests and rows for which graphs were captured.
         self._captured: set[tuple[int, int]] = set()
 
@@ -96,7 +117,7 @@ class LatentTreeBuilder:
         starts, table = common.query_start_loc[: ours + 1], common.block_table_tensor[:ours]
         seq_lens = common.seq_lens[:ours]
         for_graph = (ours, rows) in self._captured and rows == ours * most
-        ctx_lens, bits = self._masks(starts, seq_lens, rows, tree_mask)
+        ctx_lens, bits = fill_masks(self.masks, starts, seq_lens, rows, tree_mask)
         attended = AttentionRows(
             block_table=table,
             ctx_lens=ctx_lens,
@@ -139,17 +160,6 @@ class LatentTreeBuilder:
         lengths = torch.diff(common.query_start_loc_cpu)
         first = int((lengths > columns).int().argmax())  # sync: host memory
         return first, int(lengths[:first].max()) if first else 0  # sync: host memory
-
-    def _masks(
-        self, starts: torch.Tensor, seq_lens: torch.Tensor, rows: int, mask: TreeMask | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return context lengths and ancestor bits of the first requests."""
-        if mask is None:
-            return self.masks.fill(starts, seq_lens, rows)
-        of_trees = mask.ctx_lens[: len(seq_lens)], mask.ancestor_bits[:rows]
-        if mask.in_place:
-            return of_trees
-        return self.masks.fill(starts, seq_lens, rows, *of_trees, all_trees=not mask.has_plain)
 
 
 class LatentTreeImpl(WithFeatures):

@@ -33,18 +33,18 @@ def registered(backends: Mapping[str, str]) -> Iterator[None]:
         selector._cached_get_attn_backend.cache_clear()
 
 
-def with_trees(module: str, stock: Any, builder: type, layer: type) -> Any:
+def with_trees(module: str, stock: Any, builder: type, layer: type | None = None) -> Any:
     """Return a backend of vLLM's with mixins that precede its metadata builder and its layers.
 
-    ``module``: where the class is assigned to its own name, so that vLLM finds it.
+    ``module``: where the class is assigned to its own name, so that vLLM finds it. Without a
+    ``layer``, vLLM's remains.
     """
 
     def joined(mixin: type, of_vllm: type) -> type:
         return type(f"Tree{of_vllm.__name__}", (mixin, of_vllm), {"__module__": mixin.__module__})
 
-    parts = {
-        "get_builder_cls": joined(builder, stock.get_builder_cls()),
-        "get_impl_cls": joined(layer, stock.get_impl_cls()),
-    }
+    parts = {"get_builder_cls": joined(builder, stock.get_builder_cls())}
+    if layer is not None:
+        parts["get_impl_cls"] = joined(layer, stock.get_impl_cls())
     getters = {name: staticmethod(lambda made=made: made) for name, made in parts.items()}
     return type(f"Tree{stock.__name__}", (stock,), {"__module__": module, **getters})

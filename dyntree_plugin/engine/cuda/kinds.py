@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dyntree_plugin.engine.attention.indexer import IndexerKind
 from dyntree_plugin.engine.attention.kind import AttentionKind
 from dyntree_plugin.engine.attention.latent import LatentKind
 from dyntree_plugin.engine.layer_kinds import LayerKind
@@ -26,9 +27,11 @@ KINDS: tuple[LayerKind, ...] = (
             "TRITON_MLA": f"{_ATTENTION}.latent_cuda.TreeTritonMLABackend",
             "FLASHMLA": f"{_ATTENTION}.latent_cuda.TreeFlashMLABackend",
             "FLASH_ATTN_MLA": f"{_ATTENTION}.latent_flash_attn.TreeFlashAttnMLABackend",
+            "FLASHMLA_SPARSE": f"{_ATTENTION}.sparse_cuda.TreeFlashMLASparseBackend",
         },
         f"{_ATTENTION}.latent_cuda.latent_mover",
     ),
+    IndexerKind("cuda", {}, f"{_ATTENTION}.sparse_cuda.index_mover"),
     StateKind(
         {
             "MambaMixer2": f"{_STATES}.TreeMambaMixer2",

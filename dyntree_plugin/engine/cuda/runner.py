@@ -68,7 +68,8 @@ class GPUStage(TreeStage):
         offer_larger(self.cudagraph_manager)
         every = (group for groups in self.attn_groups for group in groups)
         builders: list[Any] = [group.get_metadata_builder(0) for group in every]
-        self.ops.masks = shared(builders)
+        # Sparse latent attention needs no mask; its indexer has one.
+        self.ops.masks = shared(each for each in builders if hasattr(each, "masks"))
 
 
 class EarlierGPUStage(GPUStage, EarlierStage):

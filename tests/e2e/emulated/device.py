@@ -3,13 +3,15 @@ CPU."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,6 +19,14 @@ from quick_interpreter import quicken
 
 from emulated.tape import RUBBISH, Tape
 
+_SPARSE = (
+    "vllm.model_executor.layers.fused_embed_norm",
+    "vllm.v1.attention.ops.metadata",
+    "vllm.v1.attention.backends.mla.sparse_utils",
+    "vllm.v1.attention.backends.mla.indexer",
+    "vllm.models.deepseek_v32.common.kernels",
+)
+"""What runs targets with sparse latent attention."""
 PROCESSORS = 2
 """Number of processors; small, because more processors split the columns of attention further."""
 
@@ -144,6 +154,8 @@ def emulate() -> None:
     import vllm.v1.worker.cpu.shm  # noqa: F401
     from vllm.platforms import current_platform
 
+    _interpret_vllms(_SPARSE)
+
     cuda: Any = torch.cuda
     cuda.Event, cuda.CUDAGraph, cuda.graph = Event, Graph, Capture
     cuda.is_current_stream_capturing = lambda: Tape.recording is not None
@@ -161,6 +173,19 @@ def emulate() -> None:
     quicken(check_overflow=False)
     _take_nan()
     _record_launches()
+
+
+def _interpret_vllms(modules: Iterable[str]) -> None:
+    """Import modules of vLLM whose kernels the interpreter runs; vLLM for CPUs has no Triton."""
+    import triton
+    from triton import language
+    from vllm import triton_utils
+
+    if loaded := [name for name in modules if name in sys.modules]:
+        raise RuntimeError(f"imported without Triton: {loaded}")
+    with mock.patch.multiple(triton_utils, triton=triton, tl=language):
+        for name in modules:
+            importlib.import_module(name)
 
 
 def _take_nan() -> None:

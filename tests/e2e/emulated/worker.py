@@ -30,12 +30,14 @@ from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 from dyntree_plugin import plugin  # noqa: E402
 from dyntree_plugin.admission import check  # noqa: E402
 from dyntree_plugin.engine import configuration  # noqa: E402
+from dyntree_plugin.engine.attention.indexer import IndexerKind  # noqa: E402
 from dyntree_plugin.engine.attention.kind import AttentionKind  # noqa: E402
 from dyntree_plugin.engine.attention.latent import LatentKind  # noqa: E402
 from dyntree_plugin.engine.cuda.ops import CUDAOps  # noqa: E402
 from dyntree_plugin.engine.cuda.runner import make_runner  # noqa: E402
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker  # noqa: E402
 from dyntree_plugin.engine.states.kind import StateKind  # noqa: E402
+from emulated import sparse  # noqa: E402
 from emulated.states import enter_directly  # noqa: E402
 
 _ATTENTION = "dyntree_plugin.engine.attention"
@@ -45,7 +47,10 @@ _STATES = {
     "ShortConv": "dyntree_plugin.engine.states.cuda_layers.TreeShortConv",
     "QwenGatedDeltaNetAttention": "emulated.states.DeltaNet",
 }
-_LATENT = {"CPU_MLA": f"{_ATTENTION}.latent_cuda.TreeTritonMLABackend"}
+_LATENT = {
+    "CPU_MLA": f"{_ATTENTION}.latent_cuda.TreeTritonMLABackend",
+    "FLASHMLA_SPARSE": f"{_ATTENTION}.sparse_cuda.TreeFlashMLASparseBackend",
+}
 
 
 class _StartsAsOnCuda(CPUWorker):
@@ -67,6 +72,7 @@ class EmulatedWorker(TreeGPUWorker, _StartsAsOnCuda):
     kinds = (
         AttentionKind("cuda", _BACKENDS, f"{_ATTENTION}.cuda.kv_mover"),
         LatentKind("cuda", _LATENT, f"{_ATTENTION}.latent_cuda.latent_mover"),
+        IndexerKind("cuda", {}, f"{_ATTENTION}.sparse_cuda.index_mover"),
         StateKind(_STATES),
     )
 
@@ -99,6 +105,7 @@ def _graph_capture(self: Any, context: Any = None) -> Iterator[Any]:
 def configure() -> None:
     """Configure engines with trees as on CUDA, with asynchronous scheduling and graphs."""
     stand_in()
+    sparse.stand_in()
     enter_directly()
     # This would warm up kernels of models that bring their own, and import their dependencies.
     gpu_worker.kernel_warmup = lambda worker: None  # type: ignore[assignment]
@@ -131,6 +138,7 @@ def configure() -> None:
         scheduler.enable_chunked_prefill = wanted.enable_chunked_prefill
         scheduler.max_num_batched_tokens = wanted.max_num_batched_tokens
         vllm_config.cache_config.enable_prefix_caching = as_given.cache_config.enable_prefix_caching
+        vllm_config.cache_config.block_size = as_given.cache_config.block_size
         if not vllm_config.model_config.enforce_eager:
             sizes = as_given.compilation_config.cudagraph_capture_sizes
             vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY

@@ -26,6 +26,7 @@ from dyntree_plugin.engine.attention.latent_cpu import LatentNumbaBuilder, TreeC
 from dyntree_plugin.engine.attention.latent_cuda import TreeTritonMLABackend
 from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.cpu.kinds import KINDS
+from dyntree_plugin.engine.cuda.kinds import KINDS as CUDA_KINDS
 from dyntree_plugin.engine.layer_kinds import Accepted, LayerGroup, keepers
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU_MLA")
@@ -170,6 +171,29 @@ def test_what_a_layer_has_beyond_is_named() -> None:
         (reason,) = kind.unserved(layer(**changes), 17)
         assert re.match(named, reason)
     assert list(kind.unserved(layer(), 17)) == []
+
+
+def test_on_cuda_an_indexer_is_served_on_one_backend_and_by_one_class() -> None:
+    (kind,) = (each for each in CUDA_KINDS if isinstance(each, LatentKind))
+
+    def of(module: str, backend: str) -> Any:
+        path = kind.backends.get(backend, f"vllm.{backend}").rpartition(".")
+        chosen = SimpleNamespace(get_name=lambda: backend, full_cls_name=lambda: path[::2])
+        made = layer(backend=chosen, use_sparse=True, indexer=object())
+        return type(
+            "DeepseekV32Attention",
+            (),
+            {**vars(made), "__module__": module, "get_attn_backend": lambda _: chosen},
+        )()
+
+    ours = of("vllm.models.deepseek_v32.attention", "FLASHMLA_SPARSE")
+    assert kind.serves(ours)
+    assert list(kind.unserved(ours, 17)) == []
+    (reason,) = kind.unserved(of("vllm.models.deepseek_v32.attention", "FLASHINFER_MLA_SPARSE"), 17)
+    assert "trees pass latent attention on FLASHMLA_SPARSE; set" in reason
+    other = of("vllm.models.hy_v4.attention", "FLASHMLA_SPARSE")
+    assert not kind.serves(other)
+    assert re.match("sparse latent attention", *kind.unserved(other, 17))
 
 
 @pytest.mark.parametrize(

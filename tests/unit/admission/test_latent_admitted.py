@@ -98,6 +98,51 @@ def test_what_was_not_compared_is_refused(
     assert f"use_mla, {named} is not supported" in refusal_of(changed(latent, path, value))
 
 
+def sparse(latent: VllmConfig, *changes: tuple[str, Any]) -> VllmConfig:
+    """Return the configuration of a target with an indexer, drafted by look-up, on CUDA."""
+    of_target = {
+        "model_config.hf_text_config.index_topk": 2048,
+        "model_config.architecture": "DeepseekV32ForCausalLM",
+        "speculative_config.method": "ngram_gpu",
+    }
+    config = in_half(latent)
+    for path, value in (*of_target.items(), *changes):
+        config = changed(config, path, value)
+    return config
+
+
+def test_an_indexer_is_admitted_on_cuda_with_look_up(latent: VllmConfig) -> None:
+    check.refuse_unserved(sparse(latent), DynTreeOptions(), "cuda", WORKERS)
+    named = ("attention_config.backend", SimpleNamespace(name="FLASHMLA_SPARSE"))
+    check.refuse_unserved(sparse(latent, named), DynTreeOptions(), "cuda", WORKERS)
+    for path in ("model_config", "speculative_config.target_model_config"):
+        latent = changed(latent, f"{path}.hf_text_config.index_topk", 2048)
+    with pytest.raises(check.Refused, match=r"index_topk \(target, draft\)=\(2048, None\)"):
+        check.refuse_unserved(in_half(latent), DynTreeOptions(), "cuda", WORKERS)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("model_config.architecture", "HYV4ForCausalLM", "architecture"),
+        ("model_config.dtype", torch.float16, "dtype"),
+        ("cache_config.cache_dtype", "fp8", "kv_cache_dtype"),
+        ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size"),
+        ("kv_transfer_config", SimpleNamespace(kv_connector=None), "kv_transfer_config"),
+        ("lora_config", object(), "enable_lora"),
+        ("attention_config.indexer_kv_dtype", "mxfp4", "attention_config.indexer_kv_dtype"),
+        ("attention_config.hisparse_config", object(), "attention_config.hisparse_config"),
+        ("attention_config.backend", SimpleNamespace(name="FLASHINFER_MLA_SPARSE"),
+         "attention_backend='FLASHINFER_MLA_SPARSE' .* trees run on FLASHMLA_SPARSE; leave"),
+    ],
+)  # fmt: skip
+def test_what_was_not_compared_with_an_indexer_is_refused(
+    latent: VllmConfig, path: str, value: Any, named: str
+) -> None:
+    with pytest.raises(check.Refused, match=named):
+        check.refuse_unserved(sparse(latent, (path, value)), DynTreeOptions(), "cuda", WORKERS)
+
+
 @pytest.mark.parametrize(("in_chunks", "scheduled"), [(True, 48), (False, 2048)])
 def test_a_prompt_that_is_read_whole_has_room_in_a_step(
     admitted: VllmConfig, in_chunks: bool, scheduled: int

@@ -15,6 +15,7 @@ from configurations import changed
 from dyntree_kernels.features import SERVED_ON
 from dyntree_plugin.admission import check
 from dyntree_plugin.admission.blocks import MODELS
+from dyntree_plugin.engine.attention.indexer import IndexerKind
 from dyntree_plugin.engine.attention.latent import LatentKind
 from dyntree_plugin.engine.configuration import WORKERS
 from dyntree_plugin.engine.cpu import kinds as on_cpu
@@ -45,7 +46,8 @@ def layers_of(device: str) -> set[str]:
     kinds = KINDS[device]
     states = {name for kind in kinds if isinstance(kind, StateKind) for name in kind._layers}
     latent = {"MLAAttention" for kind in kinds if isinstance(kind, LatentKind)}
-    return SERVED_ON[device] | states | latent
+    indexers = {"DeepseekV32IndexerCache" for kind in kinds if isinstance(kind, IndexerKind)}
+    return SERVED_ON[device] | states | latent | indexers
 
 
 def facts(recipe: dict[str, Any], method: str) -> Iterator[tuple[str, Any]]:

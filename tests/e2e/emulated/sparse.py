@@ -1,0 +1,188 @@
+"""Replacements of vLLM's kernels of sparse latent attention on CUDA."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+from emulated.attention import FLOAT8
+from emulated.device import PROCESSORS, recorded
+
+_SCALE_BYTES = 4
+
+
+def _index_keys(
+    cache: torch.Tensor, table: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a request's first keys [count, D] and scales [count] from an indexer's cache [blocks,
+    N, D + 4] of bytes, where the keys of a block come before its scales."""
+    blocks, page, width = cache.shape
+    memory, keys = cache.view(blocks, page * width), page * (width - _SCALE_BYTES)
+    at = torch.arange(count)
+    block, place = table[at // page].long(), at % page
+    values = memory[:, :keys].unflatten(1, (page, -1))[block, place]
+    scales = memory[:, keys:].unflatten(1, (page, -1))[block, place]
+    return values.view(FLOAT8).float(), scales.view(torch.float32).flatten()
+
+
+def _scores(
+    q: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the logits [N] of one row's queries [H, D]."""
+    return ((q.float() @ keys.T).relu() * weights[:, None]).sum(0) * scales
+
+
+def _paged_logits(
+    logits: torch.Tensor,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    tables: torch.Tensor,
+) -> None:
+    """Write the logits of rows that are served alone; what follows a row's length is garbage."""
+    logits.fill_(torch.inf)
+    for row, length in enumerate(lengths.flatten().tolist()):
+        keys, scales = _index_keys(cache, tables[row], length)
+        logits[row, :length] = _scores(q[row, 0], keys, scales, weights[row])
+
+
+def _fp8_fp4_paged_mqa_logits(
+    q: tuple[torch.Tensor, None],
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    tables: torch.Tensor,
+    schedule: torch.Tensor,
+    max_model_len: int,
+    **_: Any,
+) -> torch.Tensor:
+    logits = torch.empty(len(weights), max_model_len)
+    recorded(_paged_logits)(logits, q[0], cache.squeeze(2), weights, lengths, tables)
+    return logits
+
+
+def _fp8_fp4_mqa_logits(
+    q: tuple[torch.Tensor, None],
+    keys: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor:
+    values, scales = keys
+    rows = zip(q[0].float(), weights, strict=True)
+    return torch.stack([_scores(row, values.float(), scales, of_row) for row, of_row in rows])
+
+
+def _gather_index_keys(
+    cache: torch.Tensor,
+    keys: torch.Tensor,
+    scales: torch.Tensor,
+    tables: torch.Tensor,
+    bounds: torch.Tensor,
+) -> None:
+    """Write the keys [T, D] and scales [T, 4] of requests, as bytes."""
+    for request, (first, last) in enumerate(pairwise(bounds.tolist())):
+        values, of_values = _index_keys(cache, tables[request], last - first)
+        keys[first:last] = values.to(FLOAT8)
+        scales[first:last] = of_values[:, None].view(torch.uint8)
+
+
+def _select(logits: torch.Tensor, selected: torch.Tensor, begin: int, end: int) -> None:
+    """Select the best positions of a row, counted from ``begin``; all of a short one.
+
+    Of equal logits, such as 0 where no query agrees with a key, the first ones are selected: those
+    of vLLM's kernels may be any.
+    """
+    count = min(end - begin, len(selected))
+    selected.fill_(-1)
+    best = logits[begin:end].sort(descending=True, stable=True).indices[:count]
+    selected[:count] = (best if end - begin > count else torch.arange(count)).int()
+
+
+def _select_of_prompts(
+    logits: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor, selected: torch.Tensor, *_: int
+) -> None:
+    for row, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+        _select(logits[row], selected[row], begin, end)
+
+
+def _select_of_rows(
+    logits: torch.Tensor, next_n: int, lengths: torch.Tensor, selected: torch.Tensor, *_: int
+) -> None:
+    for row, length in enumerate(lengths.flatten().tolist()):
+        _select(logits[row], selected[row], 0, length)
+
+
+def _attend(
+    out: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, at: torch.Tensor, scale: float
+) -> None:
+    """Attend from rows [T, H, V + R] to the cached vectors [N, V + R] at [T, K]; -1 is none."""
+    for row in range(len(q)):
+        vectors = kv[at[row][at[row] >= 0].long()]
+        weights = (q[row].float() @ vectors.T * scale).softmax(-1)
+        out[row] = weights @ vectors[:, : out.shape[-1]]
+
+
+def _flash_mla_sparse_fwd(
+    q: torch.Tensor, kv: torch.Tensor, at: torch.Tensor, scale: float, **_: Any
+) -> tuple[torch.Tensor, None, torch.Tensor]:
+    out = torch.empty(*q.shape[:2], 512)
+    recorded(_attend)(out, q, kv[:, 0], at[:, 0], scale)
+    return out, None, out[..., 0]
+
+
+def _concat_mla_q(of_values: torch.Tensor, rotated: torch.Tensor, q: torch.Tensor) -> None:
+    q[:, : of_values.shape[1]] = torch.cat([of_values, rotated], dim=-1)
+
+
+def _backend(stock: Any) -> Any:
+    """Choose as on CUDA where attention is sparse, which vLLM for CPUs refuses."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    def get_attn_backend_cls(cls: Any, *args: Any, **kwargs: Any) -> str:
+        if kwargs["attn_selector_config"].use_sparse:
+            return str(AttentionBackendEnum.FLASHMLA_SPARSE.get_path())
+        return str(stock(*args, **kwargs))
+
+    return classmethod(get_attn_backend_cls)
+
+
+def stand_in() -> None:
+    """Replace vLLM's kernels by those of this module."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import sparse_attn_indexer
+    from vllm.models import deepseek_v32
+    from vllm.models.deepseek_v32.nvidia import model
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.mla import flashmla_sparse, index_group, indexer, sparse_utils
+
+    logits: Any = sparse_attn_indexer
+    logits.fp8_fp4_paged_mqa_logits = _fp8_fp4_paged_mqa_logits
+    logits.fp8_fp4_mqa_logits = _fp8_fp4_mqa_logits
+    operators: Any = _custom_ops
+    operators.cp_gather_indexer_k_quant_cache = recorded(_gather_index_keys)
+    operators.top_k_per_row_prefill = recorded(_select_of_prompts)
+    operators.top_k_per_row_decode = recorded(_select_of_rows)
+    operators.concat_mla_q = recorded(_concat_mla_q)
+    attention: Any = flashmla_sparse
+    attention.flash_mla_sparse_fwd = _flash_mla_sparse_fwd
+    attention.num_compute_units = lambda device: PROCESSORS
+    # vLLM converts at least 128 indices at once, more than a small target selects.
+    convert = partial(sparse_utils.triton_convert_req_index_to_global_index, BLOCK_N=8)
+    attention.triton_convert_req_index_to_global_index = convert
+    of_indexer: Any = indexer
+    of_indexer.num_compute_units = lambda device: PROCESSORS
+    package: Any = deepseek_v32
+    package.DeepseekV32ForCausalLM = model.DeepseekV32ForCausalLM
+    platform: Any = type(current_platform)
+    platform.get_attn_backend_cls = _backend(platform.get_attn_backend_cls)
+    # Indices are converted on a stream beside.
+    streams: Any = index_group
+    streams.triton_convert_req_index_to_global_index = convert
+    streams._create_side_stream = lambda device: MagicMock()
+    streams._create_event = streams.current_stream = MagicMock

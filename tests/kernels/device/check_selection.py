@@ -1,0 +1,121 @@
+"""Check what rows of trees may select for sparse attention, on a GPU or in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_cases import DEVICE
+from tree_shapes import chain, random_tree
+
+from dyntree_kernels.ancestors import ancestor_bits
+from dyntree_kernels.cuda.selection import Selectable
+
+CONTEXTS = [37, 0, -1, 5, 60]
+"""Of a large tree, a tree without a context, a prompt, a chain, and a tree smaller than others."""
+POSITIONS = 110
+
+
+def trees() -> list[list[int]]:
+    g = torch.Generator().manual_seed(0)
+    return [random_tree(40, g), random_tree(9, g), chain(7), chain(6), random_tree(3, g)]
+
+
+def selectable(parents: list[list[int]]) -> Selectable:
+    lengths = torch.tensor([len(each) for each in parents])
+    bits = torch.zeros(int(lengths.sum()) + 2, 2, dtype=torch.int32)  # and two rows of padding
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    for first, each in zip(starts.tolist(), parents, strict=False):
+        of_tree = ancestor_bits(torch.tensor([each]))[0]
+        bits[first : first + len(each), : of_tree.shape[1]] = of_tree
+    contexts = torch.tensor(CONTEXTS)
+    arrays = (each.int().to(DEVICE) for each in (contexts, starts, bits))
+    return Selectable(*arrays, max_rows=int(lengths.max()))
+
+
+def visible(parents: list[list[int]]) -> torch.Tensor:
+    """Return which positions [T, POSITIONS] every row sees, by climbing from parent to parent."""
+    seen = torch.zeros(sum(map(len, parents)), POSITIONS, dtype=torch.bool)
+    rows = iter(seen)
+    for context, each in zip(CONTEXTS, parents, strict=True):
+        for node in range(len(each)):
+            row = next(rows)
+            row[: max(context, 0)] = True
+            at = node
+            while at >= 0:
+                row[context + at] = True
+                at = each[at]
+    return seen
+
+
+def lengths_of(parents: list[list[int]]) -> list[int]:
+    return [c + n + 1 for c, each in zip(CONTEXTS, parents, strict=True) for n in range(len(each))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_earlier_rows_that_are_no_ancestors_get_no_logit(dtype: torch.dtype) -> None:
+    parents = trees()
+    wide = torch.randn(66, POSITIONS + 18, device=DEVICE).to(dtype)
+    logits, before = wide[:, :POSITIONS], wide.clone()
+    selectable(parents).hide(logits)
+    seen = visible(parents)
+    seen[49:56] = True  # the prompt's
+    for row, length in enumerate(lengths_of(parents)):
+        seen[row, length:] = True  # after a row's length nothing is read
+    assert (logits[:65].cpu() == -torch.inf).equal(~seen)
+    assert not seen.all()
+    changed = wide != before
+    assert not changed[65:].any()
+    assert not changed[:, POSITIONS:].any()
+    assert logits[:65].cpu()[seen].equal(before[:65, :POSITIONS].cpu()[seen])
+
+
+def chosen(logits: torch.Tensor, length: int, count: int) -> torch.Tensor:
+    """Select as vLLM's kernels do: all of a row that has no more positions."""
+    found = torch.full((count,), -1, dtype=torch.int32)
+    if length <= count:
+        found[:length] = torch.arange(length)
+    else:
+        found[:] = logits[:length].topk(count).indices
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 8, 45, 1500])
+def test_every_row_selects_the_best_of_what_its_path_alone_would(count: int) -> None:
+    """The oracle reads a row's path as a chain, and counts the chain's positions."""
+    parents = trees()
+    exact = torch.randn(65, POSITIONS, dtype=torch.float64)
+    logits, may = exact.float().to(DEVICE), selectable(parents)
+    may.hide(logits)
+    rows = [chosen(logits[row].cpu(), n, count) for row, n in enumerate(lengths_of(parents))]
+    wide = torch.full((66, count + 3), 7, dtype=torch.int32, device=DEVICE)
+    selected = wide[:65, :count]
+    selected.copy_(torch.stack(rows))
+    may.drop(selected)
+    expected = visible(parents)
+    for row in (*range(49), *range(56, 65)):
+        path = expected[row].nonzero().flatten()
+        best = path[exact[row, path].topk(min(count, len(path))).indices]
+        found = selected[row].cpu()
+        assert sorted(found[found >= 0].tolist()) == sorted(best.tolist())
+    assert (wide[:, count:] == 7).all()
+    assert (wide[65] == 7).all()
+
+
+def test_without_ancestor_bits_rows_select_others() -> None:
+    """Control: a mask of chains selects what is no ancestor."""
+    parents = trees()
+    as_chains = selectable([chain(len(each)) for each in parents])
+    logits = torch.randn(65, POSITIONS, device=DEVICE)
+    before = logits.clone()
+    as_chains.hide(logits)
+    assert logits.equal(before)
+    selectable(parents).hide(logits)
+    assert not logits.equal(before)
+
+
+def test_arrays_without_dense_rows_are_refused() -> None:
+    may = selectable(trees())
+    with pytest.raises(ValueError, match=r"logits .* must have two dimensions, the last dense"):
+        may.hide(torch.zeros(POSITIONS, 65, device=DEVICE).mT)
+    with pytest.raises(ValueError, match=r"selected .* must have two dimensions"):
+        may.drop(torch.zeros(4, dtype=torch.int32, device=DEVICE))
