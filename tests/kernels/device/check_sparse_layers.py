@@ -70,7 +70,7 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(DeepseekV32IndexerMetadataBuilder, "build", build)
     made: Any = object.__new__(sparse_cuda.TreeIndexerMetadataBuilder)
-    made._buffers = MaskBuffers(8, 64, 4, torch.device("cpu"))
+    made.masks = MaskBuffers(8, 64, 4, torch.device("cpu"))
     return made
 
 
@@ -120,7 +120,7 @@ def test_without_a_mask_rows_of_a_tree_select_as_a_chain(
 def test_engines_without_trees_have_vllms_metadata(
     builder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    builder._buffers = None
+    builder.masks = None
     metadata = builder.build(0, batch())
     assert type(metadata) is DeepseekV32IndexerMetadata
     assert selected(metadata, monkeypatch)[3] == last(24)
