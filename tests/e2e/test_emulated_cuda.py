@@ -76,7 +76,7 @@ MIXED = _short(
     ask(6, "greedy", max_tokens=10, ignore_eos=True, bad_words=PHRASES, thinking_token_budget=1),
 )
 """Requests with short prompts, twice as many as there are slots."""
-BROKEN = _short(*(ask(n, "full", max_tokens=8, ignore_eos=True) for n in range(10, 13)))
+BROKEN = _short(*(ask(n, "full", max_tokens=6, ignore_eos=True) for n in range(10, 13)))
 """Three requests at a time; their graph is that of four."""
 COPIES = [long(20, "full", 33, max_tokens=5, ignore_eos=True, seed=seed) for seed in range(3)]
 """Requests whose prompt is one token longer than a block of the cache. Once that block is cached,
