@@ -20,7 +20,7 @@ from dyntree_plugin.tree.noise import uniform
 from dyntree_plugin.tree.papers.drawn import draw
 from dyntree_plugin.tree.traversal import traverse
 
-NODES, LEAD, REQUESTS, OFFERED = 7, 5, 24, 20
+NODES, LEAD, REQUESTS, OFFERED = 7, 5, 14, 20
 """Most nodes of a tree, rows of the batch that have no logits, requests, and most tokens of a
 draft's distribution."""
 TEMPERATURE = int(torch.tensor(0.7).view(torch.int32))
