@@ -207,6 +207,8 @@ class CapturedDrafting:
         self.whole = self.root = None
         self.logits: CapturedLogits | None = None
         self.runs: dict[range, RequestGraphs] = {}
+        self.runs_of: dict[int, list[range]] = {}
+        """By the number of forwards of a step."""
         self.finish: dict[int, RequestGraphs] = {}
         self.fewest_forwards = fewest_forwards
         if not stages.resumable or not stages.has_draft or stages.block:
@@ -215,7 +217,10 @@ class CapturedDrafting:
         else:
             self.root = None if fewest_forwards else graphs(self._run_root)
             numbers = range(fewest_forwards, every + 1)
-            runs = dict.fromkeys(run for number in numbers for run in runs_of(number))
+            # A number that is always the same needs no parts.
+            split = runs_of if len(numbers) > 1 else _one_run
+            self.runs_of = {number: split(number) for number in numbers}
+            runs = dict.fromkeys(run for each in self.runs_of.values() for run in each)
             self.runs = {run: graphs(partial(self._run_forwards, run)) for run in runs}
             self.finish = {n: graphs(partial(self._run_finish, n)) for n in numbers}
         if stages.resumable and stages.has_draft:
@@ -299,6 +304,10 @@ def runs_of(forwards: int) -> list[range]:
     return found
 
 
+def _one_run(forwards: int) -> list[range]:
+    return [range(forwards)] if forwards else []
+
+
 class Replay:
     """A `Player` that replays graphs over the requests of one step."""
 
@@ -326,7 +335,7 @@ class Replay:
 
     def finish(self, forwards: int) -> torch.Tensor:
         drafting, requests = self._drafting, len(self._packed)
-        for run in runs_of(forwards) if drafting.whole is None else ():
+        for run in drafting.runs_of.get(forwards, ()):
             drafting.runs[run].replay(requests)
         if not forwards and drafting.root is not None:
             drafting.root.replay(requests)

@@ -6,12 +6,13 @@ kernels draft in the graphs and are compared with tensors.
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from draft_model import MOST
+from draft_model import MOST, VOCAB
 from drafted_steps import (
     INTERPRETED,
     NO_BATCH,
@@ -25,9 +26,11 @@ from interpreted import passes_interpreted
 
 from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, GrowthSettings
 from dyntree_kernels.cpu.growth import CompiledGrowth
+from dyntree_plugin.engine.cuda.captured import CapturedDrafting, Replay
 from dyntree_plugin.engine.step.catch_up import CatchUp
 from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.options.options import DynTreeOptions
+from dyntree_plugin.tree.drafting import grow
 from dyntree_plugin.tree.plan import TreePlan
 
 PLAN = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive", lookup="off").resolve(7)
@@ -130,6 +133,22 @@ class Keeping(CompiledGrowth):
     def resume(self, requests: int, forwards: int) -> None:
         self._of_requests = self._kept[requests]
         super().resume(requests, forwards)
+
+
+@pytest.mark.parametrize(("fewest", "replays"), [(0, [2, 2, 2, 3]), (FORWARDS, [2])])
+def test_forwards_are_replayed_in_few_graphs(
+    draftings: Make, fewest: int, replays: list[int]
+) -> None:
+    """Three forwards are a run of two and one of one, unless every step has three."""
+    stages = draftings()[1].drafter.stages
+    made, asked = CapturedDrafting(stages, [5], MOST, MOST, VOCAB, fewest), Counter[int]()
+    every = [graphs for graphs in made.stages if graphs not in made.catch_up.values()]
+    with torch.inference_mode():
+        for graphs in every:
+            graphs.capture(lambda run: (lambda: asked.update([forwards]), run()))
+        for forwards in range(fewest, FORWARDS + 1):
+            grow(Replay(made, packed([1, 2])), forwards)
+    assert [*asked.values()] == replays
 
 
 def test_what_does_not_outlive_its_graph_is_seen(draftings: Make) -> None:
