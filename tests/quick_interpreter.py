@@ -10,7 +10,8 @@ import numpy as np
 
 def quicken(*, check_overflow: bool = True) -> None:
     """Let the interpreter patch Triton's language once, which it does at every launch and at every
-    call of a function within a kernel; and reduce by halves, which it does one by one."""
+    call of a function within a kernel; look up a type once; and reduce by halves, not one by one.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -19,6 +20,14 @@ def quicken(*, check_overflow: bool = True) -> None:
         module._patch_lang(SimpleNamespace(__globals__={"lang": each}))
     patched = SimpleNamespace(restore=lambda: None)
     module._patch_lang = lambda fn: patched
+    of_numpy, stock = dict[str, Any](), module._get_np_dtype
+
+    def of(dtype: Any) -> Any:
+        if dtype.name not in of_numpy:
+            of_numpy[dtype.name] = stock(dtype)
+        return of_numpy[dtype.name]
+
+    module._get_np_dtype = of
     module.ReduceOps.generic_reduce = _by_halves
     options = module.interpreter_builder.options
     object.__setattr__(options, "sanitize_overflow", check_overflow)
