@@ -10,9 +10,10 @@ from typing import Protocol
 STAGES = ("place", "target", "sample", "verify", "catch_up", "draft")
 """The stages of a step, in order; they mean the same on every device.
 
-place: positions and mask of the nodes, and attention metadata. target: the target's forward. sample: its sampler on all
-rows. verify: the walk through the trees, the move of accepted KV rows, and learning. catch_up: the
-draft reads the emitted tokens, or prompts. draft: the draft's forwards over nodes, and growth.
+place: positions and mask of the nodes, and attention metadata. target: the target's forward.
+sample: its sampler on all rows. verify: the walk through the trees, the move of accepted KV rows,
+and learning. catch_up: the draft reads the emitted tokens, or prompts. draft: the draft's forwards
+over nodes, and growth.
 """
 
 DRAFTING = ("catch_up", "draft")
