@@ -106,7 +106,7 @@ class TreeRunnerMixin(TreeStage):
         self.grammars = self.make_grammars()
         draws = None
         if plan.reads_laws:
-            draws = DrawStore(self.max_num_reqs, plan, vocabulary, device)
+            draws = DrawStore(self.max_num_reqs, plan, vocabulary, device, self.ops.law_size)
         self.compose = Composer(
             trees=self.trees,
             draws=draws,

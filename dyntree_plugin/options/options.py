@@ -132,7 +132,8 @@ class DynTreeOptions(BaseModel):
         "speculation: its tokens, or its distribution alone. distribution is for growth topk: such "
         f"a request gets a chain that is drawn from the draft, or, with {LEAST_DRAWN_TREE} or more "
         "nodes, a drawn tree. At temperature 1 both emitted more tokens per step than trees of the "
-        "same size. Of each distribution of the draft the 64 best tokens count.",
+        "same size. Of each distribution of the draft the best tokens count: 1,024 on a CPU, 64 on "
+        "CUDA.",
         json_schema_extra={"derived": f"tokens, or with {DRAWN} distribution where it is served"},
     )
     min_value: float | None = Field(

@@ -104,9 +104,6 @@ class OfRequests(NamedTuple):
 MOST_CANDIDATES = 8192
 """Of a request on CUDA: one program holds all of them in its registers."""
 
-LAW_SIZE = 64
-"""Most tokens of a distribution that nodes are drawn from."""
-
 
 class DraftLaws(NamedTuple):
     """The distributions that nodes are drawn from: the draft's, of its L best tokens alone.

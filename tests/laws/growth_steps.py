@@ -26,6 +26,8 @@ from dyntree_plugin.tree.token_tree import TokenTree
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
 
 VOCAB, GROUPS, LAST, SLOTS = 300, 2, 89, 4
+LAW_SIZE = 10
+"""Few, since most of the time of Triton's interpreter goes to finding them."""
 OF_TRIES = 5
 """Tokens of tries. The draft favours them as well, so that it often proposes a trie's nodes."""
 STORED = (
@@ -177,7 +179,7 @@ class Step:
         self.trees = TreeStore(SLOTS, self.plan, case.vocab, device)
         self.draws, drawing = None, None
         if self.plan.draws:
-            self.draws = DrawStore(SLOTS, self.plan, case.vocab, device)
+            self.draws = DrawStore(SLOTS, self.plan, case.vocab, device, LAW_SIZE)
             drawing = drawing_of(self.draws, chains=not self.plan.drawn_trees)
         self.growth = growth_of(kind, self.trees, self.memory, self.estimate, drawing)
         self.slots = torch.tensor([2, 0, 1], device=device)[: case.requests]

@@ -6,7 +6,7 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import GrowthSettings, StepGrowth
-from dyntree_kernels.cpu.drawn import decide_trees
+from dyntree_kernels.cpu.drawn import LAW_SIZE, decide_trees
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.cpu.learn import learn
@@ -32,6 +32,7 @@ class CPUOps:
     paths = KERNELS
     kinds = KINDS
     decide_trees = staticmethod(decide_trees)
+    law_size = LAW_SIZE
     send = staticmethod(at_hand)
 
     def __init__(self, budget: TreeBudget | None = None) -> None:

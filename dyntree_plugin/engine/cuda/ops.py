@@ -7,6 +7,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import MOST_CANDIDATES, GrowthSettings, StepGrowth
 from dyntree_kernels.cuda.draft_rows import ChainRows, Seen, SlotTables, begin, chain
+from dyntree_kernels.cuda.drawn import LAW_SIZE
 from dyntree_kernels.cuda.growth import DeviceGrowth
 from dyntree_kernels.cuda.gumbel import perturbed_logits
 from dyntree_kernels.cuda.learn import learn
@@ -36,6 +37,7 @@ class CUDAOps:
     paths = KERNELS
     kinds = KINDS
     decide_trees = staticmethod(decide_trees)
+    law_size = LAW_SIZE
 
     def __init__(self, send: Send) -> None:
         self.clock: Clock = EventClock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.contracts import LAW_SIZE, DraftLaws
+from dyntree_kernels.contracts import DraftLaws
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import Draws
 
@@ -13,9 +13,10 @@ class DrawStore:
     """The draws of trees, by request slot. The last slot is for padding requests."""
 
     def __init__(
-        self, num_slots: int, plan: TreePlan, vocabulary: int, device: torch.device
+        self, num_slots: int, plan: TreePlan, vocabulary: int, device: torch.device, law_size: int
     ) -> None:
-        """``vocabulary``: entries of the draft's distributions."""
+        """``vocabulary``: entries of the draft's distributions. ``law_size``: most of them that
+        trees and chains with exactness distribution are drawn from."""
         slots = num_slots + 1
         rows = plan.shape.node_budget + 1 if plan.reads_draws else 0
         self._draws = torch.full(
@@ -23,7 +24,7 @@ class DrawStore:
         )
         self._log_draft = torch.zeros(slots, rows, vocabulary, device=device)
         expansions = 1 + sum(plan.growing.widths) if plan.draws else 0
-        chances = torch.zeros(slots, expansions, min(LAW_SIZE, vocabulary), device=device)
+        chances = torch.zeros(slots, expansions, min(law_size, vocabulary), device=device)
         self.laws = DraftLaws(torch.full_like(chances, -1, dtype=torch.int32), chances)
         """What the nodes of trees with exactness distribution were drawn from. Expansions that a
         step does not reach hold earlier ones."""

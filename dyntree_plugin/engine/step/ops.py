@@ -61,6 +61,11 @@ class TreeOps(Protocol):
     def decide_trees(self) -> DecideTrees: ...
 
     @property
+    def law_size(self) -> int:
+        """The most tokens of a draft's distribution that trees are drawn from."""
+        ...
+
+    @property
     def clock(self) -> Clock: ...
 
     @property

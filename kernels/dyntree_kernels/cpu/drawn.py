@@ -23,11 +23,45 @@ from dyntree_kernels.cpu.simd import as_numpy, to_float
 from dyntree_kernels.cpu.threads import use_torch_threads
 from dyntree_kernels.drawn import LEAST_BESIDE, LEAST_LEFT, STEP, DrawnTrees, check
 
+LAW_SIZE = 1024
+"""Most tokens of a draft's distribution that nodes are drawn from, of which each takes 8 bytes."""
+
 _BLOCK = 1024  # entries that are processed together; they fit in L1
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _NONE = np.float32(-np.inf)
 _BELOW_ONE = 1 - 2.0**-24
+_NEGLIGIBLE = np.float32(104)  # as exp(-104) is 0 in float32
 _NANOSECONDS = 4  # per entry; use_torch_threads counts operations of about a nanosecond
+
+
+@compiled(error_model="numpy")
+def _offered(logits, temperature, scores, tokens):
+    """Fill scores and tokens [L] with the best of a row, in descending order, and the rest with
+    -inf. Of equals, the lowest token is first. Returns whether the row has a distribution."""
+    row, top = np.empty(logits.shape[0], np.float32), _NONE
+    for i in range(row.shape[0]):
+        row[i] = to_float(logits[i]) / temperature
+        if not row[i] < np.inf:
+            return False
+        top = max(top, row[i])
+    least, equals = top - _NEGLIGIBLE, 0
+    kept = row[row > least]
+    beyond = kept.shape[0] - scores.shape[0]
+    if beyond > 0:
+        least = np.partition(kept, beyond)[beyond]
+        equals = scores.shape[0] - np.sum(kept > least)
+    best, found, count = np.empty_like(scores), np.empty_like(tokens), 0
+    for i in range(row.shape[0]):
+        equal = row[i] == least and equals > 0
+        if equal or row[i] > least:
+            best[count], found[count] = row[i], i
+            count += 1
+            equals -= equal
+    order = np.argsort(-best[:count], kind="mergesort")
+    scores[:], tokens[:] = _NONE, 0
+    for i in range(count):
+        scores[i], tokens[i] = best[order[i]], found[order[i]]
+    return top > _NONE
 
 
 @compiled(error_model="numpy")
@@ -88,7 +122,7 @@ def draw_children(
         edges[r, e] = _NONE
         scores, found = np.empty(size, np.float32), np.empty(size, np.int64)
         own = logits[row * step : row * step + vocab]
-        if not math.isfinite(best_scores(own, temperatures[r], False, 0, 0, scores, found)):
+        if not _offered(own, temperatures[r], scores, found):
             continue
         entropy = _fill_law(scores, found, offered, chances)
         add_noise(scores, seeds[e, r], positions[r], 0)

@@ -24,7 +24,7 @@ from dyntree_kernels.cpu.drawn import decide_trees  # noqa: E402
 from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
 from dyntree_kernels.cpu.walk import walk  # noqa: E402
 from dyntree_kernels.drawn import DecideTrees, DrawnTrees  # noqa: E402
-from dyntree_plugin.engine.papers import draw_store  # noqa: E402
+from dyntree_plugin.engine.papers.draw_store import DrawStore  # noqa: E402
 from dyntree_plugin.engine.papers.drawn_samples import DrawnSamples, SamplesWalk  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
 from dyntree_plugin.engine.step.sampled_walk import SampledWalk  # noqa: E402
@@ -80,8 +80,7 @@ class Engine:
         self.trees = TreeStore(count, self.plan, VOCABULARY, torch.device("cpu"))
         rows, columns = count * self.plan.shape.width, count * self.plan.scratch_slots
         self.memory = memory_of(count, rows, columns, last=500)
-        with mock.patch.object(draw_store, "LAW_SIZE", self.kept):
-            self.draws = draw_store.DrawStore(count, self.plan, VOCABULARY, torch.device("cpu"))
+        self.draws = DrawStore(count, self.plan, VOCABULARY, torch.device("cpu"), self.kept)
         drawing = drawing_of(self.draws, chains=self.chains)
         self.growth = growth_of(CompiledGrowth, self.trees, self.memory, self.estimate, drawing)
         self.samples = DrawnSamples(self.trees, self.draws, decide_trees)

@@ -160,7 +160,7 @@ def propose(plan: TreePlan, estimate: AcceptanceEstimate) -> tuple[TreeStore, Dr
     trees = TreeStore(REQUESTS, plan, VOCAB, torch.device("cpu"))
     slots, tree = torch.arange(REQUESTS), growth.finish()
     trees.put(slots, tree, torch.cat(features, dim=1) if features else None)
-    draws = DrawStore(REQUESTS, plan, VOCAB, torch.device("cpu"))
+    draws = DrawStore(REQUESTS, plan, VOCAB, torch.device("cpu"), law_size=0)
     if tree.draws is not None:
         draws.put(slots, tree.draws)
     return trees, draws

@@ -17,7 +17,6 @@ from growth_steps import CPU, Case, Step, same
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cuda import traversal
 from dyntree_kernels.cuda.growth import DeviceGrowth
-from dyntree_plugin.engine.papers import draw_store
 from dyntree_plugin.tree.shape import TreeShape
 
 
@@ -44,12 +43,6 @@ CASES = {
     ),
     "a head, with tries": replace(CASE, shape=replace(CASE.shape, head=True, grafts=6)),
 }
-
-
-@pytest.fixture(autouse=True)
-def short_laws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most of the interpreter's time goes to finding their tokens."""
-    monkeypatch.setattr(draw_store, "LAW_SIZE", 10)
 
 
 def drawn(case: Case, on_the_device: bool) -> Step:
