@@ -44,7 +44,7 @@ _SPARSE: dict[str, Any] = {
     "q_lora_rank": _QUERY_RANK,
     "n_group": 2,
     "topk_method": "noaux_tc",
-    "index_topk": 16,
+    "index_topk": 8,
     "index_n_heads": 2,
     "index_head_dim": 128,
 }

@@ -63,7 +63,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "deepseek_v2 with a head": ("EAGLE-3", {"block_size": 16}, {}),
     "deepseek_v2 in FP8": ("draft", {"block_size": 16} | FP8, {}),
     "deepseek_v3": ("module", {"block_size": 16}, {}),
-    "deepseek_v32": ("look-up", SPARSE, {}),
+    "deepseek_v32": ("wide look-up", SPARSE, {}),
     "nemotron_h": ("look-up", WITHOUT_CACHE, {}),
     "nemotron_h, cached": ("look-up", CACHED, WITHOUT_CACHE),
     "lfm2": ("look-up", WITHOUT_CACHE, {}),
@@ -111,6 +111,7 @@ RUNS = {
     "EAGLE-3": SHORT,
     "assistant": Run(_requests(max_tokens=24)),
     "qwen2_5_vl": Run(_requests(max_tokens=32)),
+    "deepseek_v32": Run(_requests(max_tokens=20, allowed_token_ids=[300, 301])),
 }
 """By what drafts, or by the target. The draft is the target itself, which guesses tokens of the
 whole vocabulary; the accepted nodes of its trees have others between them."""
@@ -153,6 +154,8 @@ class Served:
 def _engine(source: str, model: str) -> dict[str, Any]:
     if source == "look-up":
         return workload.without_draft(NODES, "ngram_gpu", budget="fixed")
+    if source == "wide look-up":  # Deeper trees are chains, whose nodes stay where they are.
+        return workload.without_draft(6, "ngram_gpu", budget="fixed", max_depth=2)
     if source == "module":
         return workload.with_head(model, "mtp", NODES, lookup="off", budget="fixed")
     if source == "assistant":

@@ -103,11 +103,3 @@ def layout_confused(runner: Any) -> Iterator[None]:
     without_graphs = mock.patch.object(runner.cudagraph_manager, "_graphs_captured", False)
     with without_graphs, mock.patch.object(attention, "tree_attention", confused):
         yield
-
-
-@contextmanager
-def without_move_of_index_keys(runner: Any) -> Iterator[None]:
-    """Leave the accepted path's keys of the indexer where the tree put them."""
-    of_attention, _ = runner.keepers
-    with verified_eagerly(runner), mock.patch.object(runner, "keepers", [of_attention]):
-        yield

@@ -179,6 +179,7 @@ def stand_in() -> None:
     of_indexer.num_compute_units = lambda device: PROCESSORS
     package: Any = deepseek_v32
     package.DeepseekV32ForCausalLM = model.DeepseekV32ForCausalLM
+    package.GlmMoeDsaForCausalLM = model.DeepseekV32ForCausalLM
     platform: Any = type(current_platform)
     platform.get_attn_backend_cls = _backend(platform.get_attn_backend_cls)
     # Indices are converted on a stream beside.
