@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
 from dyntree_plugin.engine.head_speculator import HeadSpeculator
 from dyntree_plugin.engine.sources.block import BlockDraft
+from dyntree_plugin.engine.sources.draft_models import DraftModel, FilledRows
 from dyntree_plugin.engine.sources.masked_text import MaskedText
 from dyntree_plugin.engine.speculator import TreeSpeculator
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter
 from dyntree_plugin.engine.step.source import NodeSource
-from dyntree_plugin.tree.padded import of_width, readable
 from dyntree_plugin.tree.plan import TreePlan
 
 
@@ -24,31 +25,19 @@ class PARDSpeculator(TreeSpeculator):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.mask_token = get_parallel_drafting_token_id(self.draft_model_config.hf_config)
         # Before vLLM profiles the memory, so that it is counted.
         self.proposing = room_of_block(self, self.compose.trees.plan)
 
     def make_source(self, memory: RowMemory, writer: RowWriter) -> NodeSource:
-        reader = MaskedText(self, self, memory, writer, hidden=self.proposing)
+        model = DraftModel(self, memory, self.compose.trees.vocabulary)
+        reader = MaskedText(
+            lambda rows, _: model.hidden(rows),
+            model.logits_of,
+            *(self, memory, writer),
+            mask=get_parallel_drafting_token_id(self.draft_model_config.hf_config),
+            hidden=self.proposing,
+        )
         return BlockDraft(reader, memory, self.proposing.shape[1])
-
-    def combine_masked(self, hidden: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("a draft model reads no hidden states of the target")
-
-    def run_masked(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        states: torch.Tensor | None,
-        metadata: dict[str, Any] | None,
-        slots: dict[str, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """Run rows of the model; see `LoadedMasked`."""
-        ids = readable(ids, self.compose.trees.vocabulary, self.vocab_size)
-        return self._run_model(ids, positions, metadata, slots, None)
-
-    def masked_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return of_width(self.compute_draft_logits(hidden, 0), self.compose.trees.vocabulary)
 
 
 class PEagleSpeculator(HeadSpeculator):
@@ -58,7 +47,6 @@ class PEagleSpeculator(HeadSpeculator):
     row_shift = -1
 
     def allocate(self, plan: TreePlan) -> None:
-        self.mask_token = get_parallel_drafting_token_id(self.draft_model_config.hf_config)
         self.proposing = room_of_block(self, plan)
         most = 1 + self.max_num_reqs * (plan.shape.max_depth + 1)
         self.given = self.proposing.new_zeros(most, self.hidden_size)
@@ -75,29 +63,24 @@ class PEagleSpeculator(HeadSpeculator):
             speculation.parallel_drafting = False
 
     def make_source(self, memory: RowMemory, writer: RowWriter) -> NodeSource:
-        reader = MaskedText(self, self, memory, writer, hidden=self.proposing, given=self.given)
+        reader = MaskedText(
+            self.run_masked,
+            partial(self.compute_draft_logits, spec_step_idx=0),
+            *(self, memory, writer),
+            mask=get_parallel_drafting_token_id(self.draft_model_config.hf_config),
+            hidden=self.proposing,
+            of_head=(self.combine_masked, self.given),
+        )
         return BlockDraft(reader, memory, self.proposing.shape[1])
 
     def combine_masked(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Turn hidden states into the head's input, that of masks first; see `LoadedMasked`."""
+        """Turn hidden states into the head's input, that of masks first."""
         model: Any = self.model
         return self.combine(torch.cat([model.mask_hidden, hidden]))
 
-    def run_masked(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        states: torch.Tensor | None,
-        metadata: dict[str, Any] | None,
-        slots: dict[str, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """Run rows of the head; see `LoadedMasked`."""
-        if states is None:
-            raise RuntimeError("a head reads hidden states of the target")
-        return self.run(ids, positions, states, metadata, slots)[0]
-
-    def masked_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.compute_draft_logits(hidden, 0)
+    def run_masked(self, rows: FilledRows, states: Any) -> torch.Tensor:
+        """Run rows of the head; return what gives their logits."""
+        return self.run(rows.ids, rows.positions, states, rows.metadata, rows.slots_by_layer)[0]
 
 
 def room_of_block(model: DraftModelSpeculator, plan: TreePlan) -> torch.Tensor:

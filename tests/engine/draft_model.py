@@ -147,30 +147,22 @@ def product(columns: list[torch.Tensor], matrix: torch.Tensor) -> torch.Tensor:
 
 
 class Masked(Draft):
-    """A draft model that reads masks; see `LoadedMasked`."""
+    """A draft model that reads masks."""
 
-    mask_token, shift = VOCAB - 1, 0
+    shift = 0
 
-    def combine_masked(self, hidden: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("a draft model reads no states")
-
-    def run_masked(
-        self, ids: torch.Tensor, positions: torch.Tensor, states: Any, metadata: Any, slots: Any
-    ) -> torch.Tensor:
-        return fraction(self._run_model(ids, positions, metadata, slots, None))
-
-    def masked_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.compute_draft_logits(hidden, 0)
+    def run_masked(self, rows: Any, states: Any) -> torch.Tensor:
+        of_rows = rows.ids, rows.positions, rows.metadata, rows.slots_by_layer
+        return fraction(self._run_model(*of_rows, None))
 
 
 class MaskedHead(Head):
-    """A head that reads masks; see `LoadedMasked`."""
+    """A head that reads masks."""
 
-    mask_token, shift = VOCAB - 1, -1
-    masked_logits = Masked.masked_logits
+    shift = -1
 
     def combine_masked(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.cat([self.mix[:1], self.combine(hidden)])
 
-    def run_masked(self, *given: Any) -> torch.Tensor:
-        return self.run(*given)[0]
+    def run_masked(self, rows: Any, states: torch.Tensor) -> torch.Tensor:
+        return self.run(rows.ids, rows.positions, states, rows.metadata, rows.slots_by_layer)[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,12 +118,16 @@ class Drafting:
         if length := self.plan.shape.block:
             given = torch.zeros(1 + MOST * (self.plan.shape.max_depth + 1), HIDDEN)
             if isinstance(self.model, Masked | MaskedHead):
-                of_head = given if isinstance(self.model, MaskedHead) else None
+                head = isinstance(self.model, MaskedHead)
                 self.roots = (torch.zeros(MOST, length, HIDDEN),)
                 text = MaskedText(
-                    self.model, self.model, self.memory, self.writer,
-                    hidden=self.roots[0], given=of_head,
-                )  # fmt: skip
+                    self.model.run_masked,
+                    partial(self.model.compute_draft_logits, _=0),
+                    *(self.model, self.memory, self.writer),
+                    mask=VOCAB - 1,
+                    hidden=self.roots[0],
+                    of_head=(self.model.combine_masked, given) if head else None,
+                )
                 return BlockDraft(text, self.memory, length)
             reader = StateBlocks(
                 self.model, self.model, self.memory, self.writer, length=length, given=given

@@ -66,21 +66,22 @@ class DraftModel:
 
     def read(self, rows: FilledRows, last: torch.Tensor) -> None:
         """Read filled rows, of which ``last`` int64 [R] are the roots'."""
-        torch.index_select(self._hidden(rows), 0, last, out=self.root_hidden[: len(last)])
+        torch.index_select(self.hidden(rows), 0, last, out=self.root_hidden[: len(last)])
 
     def root_logits(self, requests: int) -> torch.Tensor:
         """Return the logits after the roots, [R, V]."""
-        return self._logits(self.root_hidden[:requests])
+        return self.logits_of(self.root_hidden[:requests])
 
     def logits(self, rows: FilledRows) -> torch.Tensor:
         """Return the logits of filled rows, [rows, V]."""
-        return self._logits(self._hidden(rows))
+        return self.logits_of(self.hidden(rows))
 
-    def _hidden(self, rows: FilledRows) -> torch.Tensor:
+    def hidden(self, rows: FilledRows) -> torch.Tensor:
+        """Run filled rows; return what gives their logits."""
         ids = readable(rows.ids, self._vocabulary, self._model.vocab_size)
         return self._model._run_model(ids, rows.positions, rows.metadata, rows.slots_by_layer, None)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         return of_width(self._model.compute_draft_logits(hidden, 0), self._vocabulary)
 
 
@@ -125,7 +126,6 @@ class DraftModels:
     def follow_prompts(self, step: CatchUp) -> None:
         """Do as `follow` where some requests are in their prompt, whose chunks are read as well."""
         found = prompt_rows(self._speculator, self._memory, step)
-        self._memory.root_positions[: step.batch.num_reqs] = found.root_positions
         for model in self.models:
             model.read(found, found.last)
 

@@ -112,7 +112,6 @@ class TargetHead:
     def follow_prompts(self, step: CatchUp) -> None:
         """Do as `follow` where some requests are in their prompt, whose chunks are read as well."""
         rows = prompt_rows(self._speculator, self._memory, step)
-        self._memory.root_positions[: step.batch.num_reqs] = rows.root_positions
         self._read(rows, self._combined(step.target, rows.read), rows.last)
 
     def root_logits(self, requests: int) -> torch.Tensor:

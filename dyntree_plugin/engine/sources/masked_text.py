@@ -8,7 +8,7 @@ one after its own. The next step's emitted tokens overwrite the keys and values 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
 
 import torch
 from torch.nn.functional import pad
@@ -21,31 +21,12 @@ from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter
 
+Run = Callable[[FilledRows, torch.Tensor | None], torch.Tensor]
+"""Runs rows with a head's input, or none; returns what gives their logits [N, V]."""
 
-class LoadedMasked(Protocol):
-    """A loaded draft that reads masks, and its ``mask_token``."""
-
-    mask_token: int
-
-    def combine_masked(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Turn the target's hidden states [N, layers * H] into a head's input [1 + N, H], of which
-        the first is that of masks."""
-        ...
-
-    def run_masked(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        states: torch.Tensor | None,
-        metadata: dict[str, Any] | None,
-        slots: dict[str, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """Run rows; return what gives their logits. ``states``: a head's input, or None."""
-        ...
-
-    def masked_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [N, V]."""
-        ...
+Combine = Callable[[torch.Tensor], torch.Tensor]
+"""Turns the target's hidden states [N, layers * H] into a head's input [1 + N, H], of which the
+first is that of masks."""
 
 
 class MaskedText:
@@ -56,32 +37,35 @@ class MaskedText:
 
     def __init__(
         self,
-        draft: LoadedMasked,
+        run: Run,
+        logits: Callable[[torch.Tensor], torch.Tensor],
         speculator: DraftModelSpeculator,
         memory: RowMemory,
         writer: RowWriter,
         *,
+        mask: int,
         hidden: torch.Tensor,
-        given: torch.Tensor | None = None,
+        of_head: tuple[Combine, torch.Tensor] | None = None,
     ) -> None:
-        """``speculator``: vLLM's, which builds attention metadata for prompts. ``hidden``
-        [R, length, L]: room for what gives the logits. ``given`` [1 + R * E, H]: room for a head's
-        input; None for a draft model."""
-        self._draft = draft
+        """``speculator``: vLLM's, which builds attention metadata for prompts. ``mask``: the token.
+        ``hidden`` [R, length, L]: room for what gives the logits. ``of_head``: what makes a head's
+        input, and room for it, [1 + R * E, H]; None for a draft model."""
+        self._run_rows, self._logits = run, logits
         self._speculator = speculator
         self._memory = memory
         self._writer = writer
         self._hidden = hidden
-        self._given = given
-        self._masks = Masks(hidden.shape[1] - 1, draft.mask_token)
+        self._of_head = of_head
+        self._masks = Masks(hidden.shape[1] - 1, mask)
         self.shift = memory.shift
 
     def receive(self, step: CatchUp) -> None:
         """Copy the target's states before the emitted tokens: of the root and the accepted path."""
-        if self._given is not None:
+        if self._of_head is not None:
+            combine, given = self._of_head
             before = step.target.rows_before(step.emitted.most).flatten()
-            states = self._draft.combine_masked(joined(step.target, before))
-            self._given[: len(states)].copy_(states)
+            states = combine(joined(step.target, before))
+            given[: len(states)].copy_(states)
 
     def follow(self, requests: Requests, emitted: Emitted) -> None:
         """Run the emitted tokens and the masks; all requests decode."""
@@ -99,33 +83,30 @@ class MaskedText:
         torch.add(memory.starts(num_reqs, width)[:-1], final, out=last)
         torch.clamp(emitted.roots + 1 + final, max=memory.last_position, out=roots)
         states = None
-        if self._given is not None:
+        if self._of_head is not None:
             of_text = 1 + most * torch.arange(num_reqs, device=memory.device)[:, None] + step
-            states = self._given.index_select(0, of_text.masked_fill(~is_text, 0).flatten())
+            states = self._of_head[1].index_select(0, of_text.masked_fill(~is_text, 0).flatten())
         self._run(rows, states, last)
 
     def follow_prompts(self, step: CatchUp) -> None:
         """Do as `follow` where some requests are in their prompt, whose chunks are run as well."""
         rows = prompt_rows(self._speculator, self._memory, step, self._masks)
-        self._memory.root_positions[: step.batch.num_reqs] = rows.root_positions
         states = None
-        if self._given is not None:
-            states = self._draft.combine_masked(joined(step.target, rows.read))
+        if self._of_head is not None:
+            states = self._of_head[0](joined(step.target, rows.read))
             states = torch.where(rows.masked[:, None], states[:1], states[1:])
         self._run(rows, states, rows.last)
 
     def offer(self, requests: int) -> tuple[torch.Tensor, ...]:
         """Return the logits of the positions after the roots."""
-        return (self._draft.masked_logits(self._hidden[:requests].flatten(0, 1)),)
+        return (self._logits(self._hidden[:requests].flatten(0, 1)),)
 
     def score(self, tokens: torch.Tensor | None, *offered: torch.Tensor) -> torch.Tensor:
         return offered[0]
 
     def _run(self, rows: FilledRows, states: torch.Tensor | None, last: torch.Tensor) -> None:
         """Run filled rows, of which ``last`` int64 [R] are the roots'."""
-        hidden = self._draft.run_masked(
-            rows.ids, rows.positions, states, rows.metadata, rows.slots_by_layer
-        )
+        hidden = self._run_rows(rows, states)
         length = self._hidden.shape[1]
         # At the end of the longest text there are fewer masks.
         at = last[:, None] + torch.arange(length, device=last.device)

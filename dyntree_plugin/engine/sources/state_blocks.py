@@ -98,7 +98,6 @@ class StateBlocks:
     def follow_prompts(self, step: CatchUp) -> None:
         """Do as `follow` where some requests are in their prompt, whose chunks are kept as well."""
         rows = prompt_rows(self._speculator, self._memory, step)
-        self._memory.root_positions[: step.batch.num_reqs] = rows.root_positions
         self._keep(rows, self._block.combine(joined(step.target, rows.read)), rows.last)
 
     def offer(self, requests: int) -> tuple[torch.Tensor, ...]:

@@ -126,8 +126,8 @@ class CatchUp:
 class PromptRows:
     """Filled rows with the metadata that reads them.
 
-    ``last`` int64 [R]: rows of the new roots. ``root_positions`` int64 [R]. ``read`` int64 [rows]:
-    the batch's row of the preceding token. ``masked`` bool [rows]: those after the emitted tokens.
+    ``last`` int64 [R]: rows of the new roots. ``read`` int64 [rows]: the batch's row of the
+    preceding token. ``masked`` bool [rows]: those after the emitted tokens.
     """
 
     ids: torch.Tensor
@@ -135,7 +135,6 @@ class PromptRows:
     metadata: dict[str, Any]
     slots_by_layer: dict[str, torch.Tensor]
     last: torch.Tensor
-    root_positions: torch.Tensor
     read: torch.Tensor
     masked: torch.Tensor
 
@@ -146,7 +145,8 @@ def prompt_rows(
     step: CatchUp,
     masks: Masks = NO_MASKS,
 ) -> PromptRows:
-    """Fill the rows of a catch-up with prompts with tokens, positions and cache slots."""
+    """Fill the rows of a catch-up with prompts with tokens, positions and cache slots, and note
+    where the new roots stand."""
     batch, emitted, target = step.batch, step.emitted, step.target
     most, last_position = step.max_depth, memory.last_position
     plan = CatchUpPlan.of(batch, most, memory.shift, masks.number, last_position)
@@ -176,12 +176,13 @@ def prompt_rows(
 
     slots, metadata = _slots_and_metadata(model, memory, batch, plan, starts, real)
     last = starts[:-1] + known - skipped + (emitted.counts.long() - 1).clamp(min=0)
+    memory.root_positions[:num_reqs] = tokens_at[last]
     by_layer = build_slot_mappings_by_layer(slots, model.kv_cache_config)
     before = target.rows_before(emitted.tokens.shape[1])
     of_emitted = before[request, column.clamp(min=0, max=before.shape[1] - 1)]
     of_prompt = (batch_row - 1).clamp(max=batch.num_tokens - 1)
     return PromptRows(
-        memory.ids[:rows], memory.positions[:rows], metadata, by_layer, last, tokens_at[last],
+        memory.ids[:rows], memory.positions[:rows], metadata, by_layer, last,
         torch.where(in_prompt > 0, of_prompt, of_emitted), masked,
     )  # fmt: skip
 

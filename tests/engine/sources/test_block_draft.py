@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,14 +90,9 @@ class Masked(Block):
     def combine_masked(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.cat([torch.full((1, HIDDEN), -7.0), hidden])
 
-    def run_masked(
-        self, ids: torch.Tensor, positions: torch.Tensor, states: Any, metadata: Any, _: Any
-    ) -> Any:
+    def run_masked(self, rows: Any, states: Any) -> Any:
         self.states = states
-        return self.run(ids, positions, metadata, None) + 1 - self.shift
-
-    def masked_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.compute_draft_logits(hidden, 0)
+        return self.run(rows.ids, rows.positions, rows.metadata, None) + 1 - self.shift
 
 
 class Drafting:
@@ -123,8 +119,14 @@ class Drafting:
         if shift is None:
             reader = StateBlocks(*models, length=LENGTH, given=given)
         else:
-            hidden = torch.zeros(MOST, LENGTH, 1)
-            reader = MaskedText(*models, hidden=hidden, given=given if shift else None)
+            reader = MaskedText(
+                self.block.run_masked,
+                partial(self.block.compute_draft_logits, _=0),
+                *models[1:],
+                mask=MASK,
+                hidden=torch.zeros(MOST, LENGTH, 1),
+                of_head=(self.block.combine_masked, given) if shift else None,
+            )
         source = BlockDraft(reader, memory, LENGTH)
         growth = growth_of(CompiledGrowth, self.trees, memory.of_growth, AcceptanceEstimate("cpu"))
         self.stages = DraftStages(
