@@ -1,4 +1,4 @@
-"""Block drafts of random weights for the embedded target, and what a block draft computes."""
+"""Block drafts for the embedded target: some without training, and what a block draft computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from heads import PlainHead, target_config, write_head
+from safetensors.torch import load_file
 
+from dyntree_plugin import pair
+
+KINDS = ("DFlash", "DFlash2", "DSpark", "Laguna", "Muse-Glimmer")
 LENGTH = 5
 LAYERS = 2
 TARGET_LAYERS = (0, 2, 4)
@@ -18,36 +22,43 @@ TAPS, GROUP = 3, 8
 SIDES = ("attention", "mlp")
 WINDOW = 20
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_MUSE: dict[str, Any] = {
+    "architectures": ["MuseGlimmerAssistantModel"],
+    "model_type": "muse_glimmer_assistant",
+    "rope_parameters": ROPE,
+    "sliding_window": WINDOW,
+    "use_sliding_window": True,
+    "layer_types": ["sliding_attention"] * LAYERS,
+}
+
+Draw = Callable[..., torch.Tensor]
+"""Gives a random matrix of a shape."""
 
 
 def random_block(
     folder: Path,
+    kind: str = "DFlash",
     seed: int = 0,
     *,
-    of_parent: bool = False,
-    laguna: bool = False,
-    muse: bool = False,
-    pairs: bool = False,
     model: Path | None = None,
     layers: tuple[int, ...] = TARGET_LAYERS,
 ) -> Path:
-    """Write a DFlash draft of random weights, or a DSpark draft; return its folder.
+    """Write a block draft of random weights; return its folder.
 
     Its embedding and its output layer are the target's: the one in the folder ``model``, or the
-    embedded one. ``layers``: those of the target whose states it reads. ``of_parent``: logits
-    depend on the token before, too, and the root proposes the first token, as in DSpark.
-    ``laguna``: a layer sees in a window, in order, and its heads have gates, as in Laguna's drafts.
-    ``muse``: a layer sees in a window, both ways, as in Muse-Glimmer's draft. ``pairs``: layers
-    have convolutions, and logits are those of some candidates and depend on the token before, as in
-    DFlash2.
+    embedded one. ``layers``: those of the target whose states it reads. ``kind``: "DFlash", or
+
+    - "DSpark": logits depend on the token before, too, and the root proposes the first token;
+    - "Laguna": a layer sees in a window, in order, and its heads have gates;
+    - "Muse-Glimmer": a layer sees in a window, both ways;
+    - "DFlash2": layers have convolutions, and logits are those of some candidates and depend on the
+      token before.
     """
     target = json.loads((model / "config.json").read_text()) if model else target_config()
     hidden, inner, size = target["hidden_size"], target["intermediate_size"], target["head_dim"]
     queries, keys = (target[f"num_{name}_heads"] * size for name in ("attention", "key_value"))
     generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+    draw = _drawing(generator)
 
     def norm(size: int) -> torch.Tensor:
         return 0.5 + 2 * torch.rand(size, generator=generator)
@@ -79,39 +90,64 @@ def random_block(
         "attention_bias": False,
         "dflash_config": {"mask_token_id": 3, "target_layer_ids": [*layers]},
     }
-    if of_parent:
+    if kind == "DSpark":
         own |= {"architectures": ["DSparkDraftModel"], "markov_rank": RANK}
         weights |= {
             f"markov_head.markov_w{number}.weight": 4 * draw(target["vocab_size"], RANK)
             for number in (1, 2)
         }
-    if pairs:
-        own |= {"architectures": ["DFlash2DraftModel"]}
-        own["dflash_config"] |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP}
-        own["dflash_config"] |= {"selector_rank": RANK, "selector_top_k": 12}
+    if kind == "DFlash2":
+        _add_pairs(weights, own, draw)
         own["dflash_config"] |= {"input_embedding_scale": 2.0}
-        for name in (f"layers.{n}.{part}_conv" for n in range(LAYERS) for part in SIDES):
-            weights[f"{name}.base_kernel"] = draw(2, TAPS, hidden) + 0.5
-            weights[f"{name}.kernel_projection.weight"] = draw(2 * TAPS * hidden // GROUP, hidden)
-        for name in ("predecessor", "successor"):
-            codebook = 2 * draw(target["vocab_size"], RANK)
-            weights[f"candidate_selector.{name}_codebook"] = codebook
-        weights["candidate_selector.hidden_projection.weight"] = draw(RANK, hidden)
-    if muse:
-        own |= {"architectures": ["MuseGlimmerAssistantModel"], "rope_parameters": ROPE}
-        own |= {"model_type": "muse_glimmer_assistant", "sliding_window": WINDOW}
-        own |= {"layer_types": ["sliding_attention"] * LAYERS}
-    if laguna:
+    if kind == "Muse-Glimmer":
+        own |= _MUSE
+    if kind == "Laguna":
         own |= {"architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna"}
         own |= {"sliding_window": WINDOW, "layer_types": ["sliding_attention"] * LAYERS}
         own |= {"mlp_layer_types": ["dense"] * LAYERS, "rope_parameters": ROPE}
         weights |= {f"aux_hidden_norms.{n}.weight": norm(hidden) for n in range(len(layers))}
         for number in range(LAYERS):
             name = f"layers.{number}.self_attn"
-            parts = [weights.pop(f"{name}.{kind}_proj.weight") for kind in "qkv"]
+            parts = [weights.pop(f"{name}.{each}_proj.weight") for each in "qkv"]
             weights[f"{name}.qkv_proj.weight"] = torch.cat(parts)
             weights[f"{name}.g_proj.weight"] = draw(target["num_attention_heads"], hidden)
     return write_head(folder, weights, own, dtype=torch.float32)
+
+
+def trained_block(folder: Path, kind: str) -> Path:
+    """Write the embedded draft as "DFlash2" or "Muse-Glimmer", which it was not trained for; return
+    its folder. It differs so little that the target still accepts many of its tokens."""
+    source = pair.paths()["dflash"]
+    own = json.loads((source / "config.json").read_text())
+    weights = {name: each.float() for name, each in load_file(source / "model.safetensors").items()}
+    if kind == "DFlash2":
+        _add_pairs(weights, own, _drawing(torch.Generator().manual_seed(0)), 0.2)
+    else:
+        own |= _MUSE
+    return write_head(folder, weights, own, dtype=torch.float32)
+
+
+def _drawing(generator: torch.Generator) -> Draw:
+    return lambda *shape: torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+
+def _add_pairs(
+    weights: dict[str, torch.Tensor], own: dict[str, Any], draw: Draw, share: float = 1.0
+) -> None:
+    """Add convolutions and scores of pairs; ``share``: how much they change."""
+    hidden, vocabulary = own["hidden_size"], own["vocab_size"]
+    own |= {"architectures": ["DFlash2DraftModel"]}
+    own["dflash_config"] |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP}
+    own["dflash_config"] |= {"selector_rank": RANK, "selector_top_k": 12}
+    for name in (f"layers.{n}.{part}_conv" for n in range(LAYERS) for part in SIDES):
+        taps = share * (draw(2, TAPS, hidden) + 0.5)
+        taps[:, 0] += 1 - share
+        weights[f"{name}.base_kernel"] = taps
+        of_rows = draw(2 * TAPS * hidden // GROUP, hidden)
+        weights[f"{name}.kernel_projection.weight"] = share * of_rows
+    for name in ("predecessor", "successor"):
+        weights[f"candidate_selector.{name}_codebook"] = 2 * draw(vocabulary, RANK)
+    weights["candidate_selector.hidden_projection.weight"] = share * draw(RANK, hidden)
 
 
 class PlainBlock(PlainHead):

@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import heads
 import torch
-import workload
 
 from dyntree_plugin import pair
 from dyntree_plugin.pair import models
@@ -33,14 +31,8 @@ def pard(folder: Path) -> Path:
 
 def peagle(folder: Path) -> Path:
     """Write an EAGLE-3 head of random weights that reads masks; return its folder."""
-    return heads.random_head(folder, ptd_token_id=MASK)
-
-
-def served(folder: Path, method: str, **options: Any) -> dict[str, Any]:
-    """Return arguments of ``LLM`` for an engine whose trees the draft in a folder drafts."""
-    found = workload.with_block(folder, method, LENGTH, **options)
-    found["speculative_config"]["parallel_drafting"] = True
-    return found
+    # Its part of the vocabulary has the tokens of `random_engines.FEW`.
+    return heads.random_head(folder, seed=14, ptd_token_id=MASK)
 
 
 class PlainPARD:

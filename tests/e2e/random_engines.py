@@ -119,12 +119,12 @@ class Target:
             wanted |= by_request(run, self.served(plain)[of_plain])
         return len(mismatches(self.engines[engine][1][name], self.served(engine)[name], wanted))
 
-    def in_half(self, dtype: str = "bfloat16", margin: str = "") -> Verdict:
-        """Compare the engines "plain in DTYPE" and "draft in DTYPE", with the margin of that type
+    def in_half(self, dtype: str = "bfloat16", margin: str = "", draft: str = "draft") -> Verdict:
+        """Compare the engines "plain in DTYPE" and "DRAFT in DTYPE", with the margin of that type
         or of another one."""
         name = f"plain in {dtype}"
         plain, run = self.served(name)["sound"], self.engines[name][1]["sound"]
-        found = places(run, self.served(f"draft in {dtype}")["sound"], by_request(run, plain))
+        found = places(run, self.served(f"{draft} in {dtype}")["sound"], by_request(run, plain))
         apart = [place for place in found if place is not None]
         scores: list[Scores] = []
         if apart:

@@ -14,6 +14,7 @@ from unittest import mock
 
 import adapters
 import numpy as np
+import sabotage_of_blocks
 import sabotage_of_caches
 import sabotage_of_heads
 import sabotage_of_latent
@@ -31,6 +32,7 @@ OF_PATHS = ("without_paths", "rows_as_paths")
 
 _OTHERS = (
     adapters,
+    sabotage_of_blocks,
     sabotage_of_caches,
     sabotage_of_heads,
     sabotage_of_latent,

@@ -10,11 +10,11 @@ from typing import Any
 
 import blocks
 import heads
-import masked_drafts
 import pooled
 import pytest
 import torch
 import workload
+from block_engines import PLAIN, block_engine
 from engine_process import answered
 from random_engines import FEW, NODES
 from random_targets import WINDOWED, gemma4_assistant, random_target
@@ -85,24 +85,9 @@ def _head(make: Callable[[Path], Path], method: str, folder: Path) -> Source:
     return Source(workload.with_head(head, method, budget="fixed"), alone)
 
 
-def _block(method: str, folder: Path) -> Source:
-    kinds = {"laguna": "laguna", "Muse-Glimmer": "muse", "dspark": "of_parent", "dflash2": "pairs"}
-    own = {kinds[method]: True} if method in kinds else {}
-    block = blocks.random_block(folder / "block", **own)
-    served = method if method == "dspark" else "dflash"
-    arguments = workload.with_block(block, served, budget="fixed")
-    return Source(arguments, [blocks.PlainBlock(block).logits])
-
-
-def _masked(method: str, folder: Path) -> Source:
-    of_head = method == "eagle3"
-    make, plain = (
-        (masked_drafts.peagle, masked_drafts.PlainPEagle)
-        if of_head
-        else (masked_drafts.pard, masked_drafts.PlainPARD)
-    )
-    draft = make(folder / "draft")
-    return Source(masked_drafts.served(draft, method, budget="fixed"), [plain(draft).logits])
+def _block(kind: str, folder: Path) -> Source:
+    arguments = block_engine(kind, folder / "draft")(budget="fixed")
+    return Source(arguments, [PLAIN[kind](folder / "draft").logits])
 
 
 def _gemma4(folder: Path) -> Source:
@@ -149,15 +134,9 @@ SOURCES: dict[str, Callable[[Path], Source]] = {
     "EAGLE's first mirror": partial(_head, heads.first_eagle_mirror, "eagle"),
     "MTP mirror": partial(_head, heads.mtp_mirror, "mtp"),
     "Gemma-4's module": _gemma4,
-    "dflash": partial(_block, "dflash"),
-    "dspark": partial(_block, "dspark"),
-    "dflash2": partial(_block, "dflash2"),
-    "laguna": partial(_block, "laguna"),
-    "Muse-Glimmer": partial(_block, "Muse-Glimmer"),
-    "PARD": partial(_masked, "draft_model"),
-    "P-EAGLE": partial(_masked, "eagle3"),
+    **{kind: partial(_block, kind) for kind in PLAIN},
 }
-SLOW = {"mirror", "EAGLE's first mirror", "dspark", "dflash2", "laguna", "Muse-Glimmer", "P-EAGLE"}
+SLOW = {"mirror", "EAGLE's first mirror", *blocks.KINDS[1:], "P-EAGLE"}
 ALONE = [name for name in SOURCES if name not in ("EAGLE's first mirror", "MTP mirror")]
 OF_TARGET = ["pool", *(name for name in SOURCES if "mirror" in name or "head" in name)]
 """Sources of the embedded target."""
@@ -213,11 +192,7 @@ def test_every_row_says_what_the_draft_says_alone(name: str, spoken: Served) -> 
     ("name", "wrong"),
     marked(
         [
-            *(
-                (of, wrong)
-                for of in ("dflash", "dflash2", "dspark", "laguna", "Muse-Glimmer")
-                for wrong in ("deeper", "causal", "stale")
-            ),
+            *((of, wrong) for of in blocks.KINDS for wrong in ("deeper", "causal", "stale")),
             *((of, wrong) for of in ("PARD", "P-EAGLE") for wrong in ("deeper", "left")),
             ("Gemma-4's module", "advance"),
         ],

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sabotage_of_blocks
 import workload
+from blocks import trained_block
 from comparison import accepted_per_step
 from engine_process import Result, Run, serve
 
@@ -18,24 +22,31 @@ RUNS = {
     "alone": Run([workload.ask(n, "greedy", ignore_eos=True) for n in range(6)], batch=1),
     "together": Run([workload.ask(n, "greedy", ignore_eos=True) for n in range(6, 18)]),
 }
+BROKEN = {
+    each.__name__: Run(RUNS["alone"].requests, batch=1, sabotage=each.__name__)
+    for each in sabotage_of_blocks.OF_CHAINS
+}
 OPTIONS: dict[str, Any] = {
     "max_depth": TOKENS,
     "children": 1,
     "width": 1,
 }
+DRAFTS = {
+    **{name: lambda _, name=name: pair.paths()[name] for name in ("eagle3", "dflash")},
+    **{kind: partial(trained_block, kind=kind) for kind in ("DFlash2", "Muse-Glimmer")},
+}
 
 
-def chain(method: str) -> dict[str, Any]:
-    model = str(pair.paths()[method])
-    speculation = {"method": method, "model": model, "num_speculative_tokens": TOKENS}
+def chain(method: str, draft: Path) -> dict[str, Any]:
+    speculation = {"method": method, "model": str(draft), "num_speculative_tokens": TOKENS}
     return workload.without_tree(speculative_config=speculation)
 
 
-def tree(method: str, nodes: int, **options: Any) -> dict[str, Any]:
-    model, options = pair.paths()[method], {"budget": "fixed", "lookup": "off"} | options
+def tree(method: str, draft: Path, nodes: int, **options: Any) -> dict[str, Any]:
+    options = {"budget": "fixed", "lookup": "off"} | options
     if method == "dflash":
-        return workload.with_block(model, length=TOKENS, node_budget=nodes, **options)
-    return workload.with_head(model, method, nodes, **options)
+        return workload.with_block(draft, length=TOKENS, node_budget=nodes, **options)
+    return workload.with_head(draft, method, nodes, **options)
 
 
 def counts(result: Result) -> list[float]:
@@ -45,17 +56,26 @@ def counts(result: Result) -> list[float]:
     return [result.metrics[each] for each in names]
 
 
-@pytest.mark.parametrize("method", ["eagle3", "dflash"])
-def test_it_accepts_what_vllms_chain_accepts(method: str) -> None:
+def tokens(result: Result) -> list[Any]:
+    return [each and each.tokens for each in result.outputs]
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_it_accepts_what_vllms_chain_accepts(name: str, tmp_path: Path) -> None:
     """At temperature 0. A request's last step may count in the chain alone: trees have none for the
-    last token, and count what was delivered. Control: with branches they accept more."""
-    stock = serve(chain(method), RUNS, threads=1)
-    ours = serve(tree(method, TOKENS, **OPTIONS), RUNS, threads=1)
-    for name in RUNS:
-        pairs = zip(counts(stock[name]), counts(ours[name]), strict=True)
-        assert all(0 <= of_chain - own <= len(RUNS[name].requests) for of_chain, own in pairs)
-        assert [o and o.tokens for o in ours[name].outputs] == [
-            o and o.tokens for o in stock[name].outputs
-        ]
-    more = serve(tree(method, 16), {"alone": RUNS["alone"]}, threads=1)["alone"]
+    last token, and count what was delivered. Controls: with branches they accept more, and others
+    if a block draft reads something else."""
+    method, draft = "eagle3" if name == "eagle3" else "dflash", DRAFTS[name](tmp_path / "draft")
+    walk = {"worker_extension_cls": "selector_walk.Extension"} if name == "DFlash2" else {}
+    broken = BROKEN if method == "dflash" else {}
+    stock = serve(chain(method, draft) | walk, RUNS, threads=1)
+    ours = serve(tree(method, draft, TOKENS, **OPTIONS), RUNS | broken, threads=1)
+    for run in RUNS:
+        pairs = zip(counts(stock[run]), counts(ours[run]), strict=True)
+        assert all(0 <= of_chain - own <= len(RUNS[run].requests) for of_chain, own in pairs)
+        assert tokens(ours[run]) == tokens(stock[run])
+    for each in broken:
+        assert tokens(ours[each]) == tokens(stock["alone"])
+        assert counts(ours[each]) != counts(ours["alone"]), each
+    more = serve(tree(method, draft, 16), {"alone": RUNS["alone"]}, threads=1)["alone"]
     assert accepted_per_step(more) > accepted_per_step(stock["alone"]) > 0.5

@@ -15,7 +15,7 @@ import sabotage_of_states
 import sabotage_of_windows
 import torch
 import workload
-from blocks import random_block
+from block_engines import block_engine
 from comparison import accepted_per_step
 from engine_process import Run
 from latent_targets import latent_head, latent_target
@@ -75,13 +75,11 @@ def _split(trees: dict[str, Any], run: Run) -> Engines:
     return {"two ranks": (trees, ranks), "two stages": (trees, stages)}
 
 
-def _block(model: Path, method: str) -> dict[str, Any]:
-    folder, of_parent = model.with_name(f"{model.name} {method}"), method == "dspark"
-    block = random_block(
-        folder, model=model, layers=(0, 1, 2), of_parent=of_parent, laguna=model.name == "laguna"
-    )
-    options = {"node_budget": NODES, "budget": "fixed", "lookup": "off"}
-    return workload.with_block(block, method, **options) | {"model": str(model)}
+def _block(model: Path, kind: str) -> dict[str, Any]:
+    kind = "Laguna" if model.name == "laguna" else kind
+    folder = model.with_name(f"{model.name} {kind}")
+    engine = block_engine(kind, folder, model=model, layers=(0, 1, 2))
+    return engine(node_budget=NODES, budget="fixed", lookup="off") | {"model": str(model)}
 
 
 def _windows(model: Path, kind: str) -> Engines:
@@ -98,7 +96,7 @@ def _windows(model: Path, kind: str) -> Engines:
     return {
         "plain": (plain, _sound(LONG)),
         "draft": (draft, _sound(LONG, "again") | broken | nan),
-        "block": (_block(model, "dflash") | TIGHT | blocks, _sound(LONG, "again") | moved | nan),
+        "block": (_block(model, "DFlash") | TIGHT | blocks, _sound(LONG, "again") | moved | nan),
         "look-up": (look_up, _sound(LONG, "again")),
         "one group": (draft | {"disable_hybrid_kv_cache_manager": True}, _sound(LONG)),
         **_split(draft, LONG),
@@ -166,7 +164,7 @@ def _recurrent(model: Path, kind: str) -> Engines:
             _sound(RUN),
         ),
         "block": (
-            _block(model, "dspark" if kind == "nemotron_h" else "dflash") | common | tight,
+            _block(model, "DSpark" if kind == "nemotron_h" else "DFlash") | common | tight,
             _sound(RUN) | _broken(RUN, ["commit_dropped", "without_kv_move"]) | aborted,
         ),
         **{
