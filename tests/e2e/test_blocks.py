@@ -63,7 +63,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
         pytest.param("in chunks", "Muse-Glimmer", 0.02, marks=pytest.mark.slow),
         ("in chunks", "PARD", 0.3),
         ("alone", "DSpark", 0.3),
-        ("alone", "P-EAGLE", 0.02),
+        ("alone", "P-EAGLE", 0.3),
         pytest.param("compiled", "DFlash", 0.5, marks=pytest.mark.slow),
     ],
 )
