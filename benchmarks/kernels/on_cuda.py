@@ -28,6 +28,7 @@ ROWS, CONTEXTS = (16, 64, 256, 512, 1024), (4096, 16384)
 UNEVEN = (17, 33, 65, 129)
 """Rows of usual trees with their root: those of a head group fill no tile."""
 TOLERANCE = 2e-2  # of bfloat16 outputs against the float64 oracle
+_LATE = "out of time"
 KERNEL_ERRORS = (RuntimeError, ValueError, ImportError, TritonError)
 """What CUDA, Triton, the libraries and our own checks raise where a kernel cannot run."""
 
@@ -70,7 +71,7 @@ class Benchmark:
             if name not in gone and (names is None or name in names):
                 entry = {"implementation": name, "rows": rows, "context": context}
                 if time.monotonic() > self._deadline:
-                    self.left_out.append({**entry, "reason": "out of time"})
+                    self.left_out.append({**entry, "reason": _LATE})
                     continue
                 self._add(self.attention, entry, batch, make)
         del batch
@@ -220,5 +221,8 @@ def main(arguments: list[str] | None = None) -> None:
         finally:
             options.output.write_text(json.dumps(result, indent=1) + "\n")
     print_table(result)
+    if any(entry["reason"] == _LATE for entry in benchmark.left_out):
+        sys.stdout.write("attention: auto follows no measurement that ran out of time\n")
+        return
     table = dispatch.write_table(benchmark.device, benchmark.attention)
     sys.stdout.write(f"attention: auto follows {table} on this GPU\n")

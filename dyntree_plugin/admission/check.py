@@ -40,6 +40,7 @@ from dyntree_plugin.admission.states import state_refusals, tree_refusals
 from dyntree_plugin.admission.versions import platform_refusal, version_refusal
 from dyntree_plugin.options.methods import BLOCKS, HEADS, OF_TARGET, WITH_DRAFT, WITHOUT_DRAFT
 from dyntree_plugin.options.options import NAMESPACE, DynTreeOptions
+from dyntree_plugin.tree.plan import TreePlan
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -210,30 +211,24 @@ def _speculation_refusals(
     yield from options.without_effect(plan)
     yield from _tree_exceeds_step(vllm_config, plan.shape.node_budget)
     yield from tree_refusals(vllm_config, plan.shape.node_budget, device_type)
-    if device_type == "cuda" and not plan.has_draft:
-        yield from _tree_exceeds_trie(plan.shape.node_budget)
-    if device_type == "cuda" and plan.draws:
-        yield from _too_many_to_draw_from(plan.candidates)
+    if device_type == "cuda":
+        yield from _exceeds_programs(plan)
 
 
-def _tree_exceeds_trie(node_budget: int) -> Iterator[str]:
+def _exceeds_programs(plan: TreePlan) -> Iterator[str]:
+    from dyntree_kernels.contracts import MOST_CANDIDATES
     from dyntree_kernels.tries import MOST_ON_CUDA
 
-    if node_budget > MOST_ON_CUDA:
+    if not plan.has_draft and (node_budget := plan.shape.node_budget) > MOST_ON_CUDA:
         yield (
             f"node_budget={node_budget} is too large without a draft model: on CUDA look-up makes "
             f"trees of at most {MOST_ON_CUDA} nodes; lower num_speculative_tokens or "
             f"{NAMESPACE}.node_budget to that"
         )
-
-
-def _too_many_to_draw_from(candidates: int) -> Iterator[str]:
-    from dyntree_kernels.contracts import MOST_CANDIDATES
-
-    if candidates > MOST_CANDIDATES:
+    if plan.draws and plan.candidates > MOST_CANDIDATES:
         yield (
             f"exactness=distribution on CUDA draws from at most {MOST_CANDIDATES} candidates, not "
-            f"{candidates}; lower {NAMESPACE}.children, width or max_forwards"
+            f"{plan.candidates}; lower {NAMESPACE}.children, width or max_forwards"
         )
 
 

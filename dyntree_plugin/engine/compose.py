@@ -22,7 +22,6 @@ from dyntree_plugin.engine.step.sampled_walk import SampledWalk, TreeWalk
 from dyntree_plugin.engine.step.source import NodeSource
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker
-from dyntree_plugin.tree.noise import DRAFT, stream
 from dyntree_plugin.tree.source import TrieSource
 from dyntree_plugin.tree.value import AcceptanceEstimate
 
@@ -130,8 +129,4 @@ class Composer:
         plan = self.trees.plan
         if self.draws is None or not plan.draws:
             return None
-
-        def seeds(of_requests: torch.Tensor, expansions: torch.Tensor) -> torch.Tensor:
-            return stream(of_requests, DRAFT, expansions)
-
-        return Drawing(self.draws.laws, self.draws.origins, seeds, chains=not plan.drawn_trees)
+        return self.draws.drawing(chains=not plan.drawn_trees)

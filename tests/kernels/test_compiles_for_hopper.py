@@ -112,6 +112,7 @@ OF_TRIES = {
 OF_LAW = {"SIZE": 64, "RANKS": 64, "BLOCKS": 64}
 """Of a draft's distribution, and of the logits of a vocabulary of 128 Ki."""
 SM100 = {"capability": 100}
+SIZES = ((1024, {}), (64, SM100))
 SHIFTS = (0, -1)
 """Positions of a draft's rows, less those of their tokens."""
 
@@ -257,10 +258,8 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
         (attention._reduce_splits, {"H": 8, "G": 4, "D": 128, "DP": 128, "SPLITS": 4, "BH": 8}),
         (kv_move._move, {"PAGE": 16, "ALIGN": 16, "ROWS": kv_move._ROWS, "WORDS": 128}),
         (place._place, {"ROWS": 64}),
-        (draft_rows._chain, {"ROWS": 64, "SHIFT": 0}),
-        (draft_rows._chain, {"ROWS": 64, "SHIFT": -1}),
-        (draft_rows._begin, {"COLUMNS": 512, "SHIFT": 0}),
-        (draft_rows._begin, {"COLUMNS": 512, "SHIFT": -1}),
+        *((draft_rows._chain, {"ROWS": 64, "SHIFT": shift}) for shift in SHIFTS),
+        *((draft_rows._begin, {"COLUMNS": 512, "SHIFT": shift}) for shift in SHIFTS),
         (learn._learn, {"STEPS": 2, "DEPTH": 8, "RB": 64, "NP": 16}),
         (look_up._search, {"LONGEST": 32, "KEPT": 8, "BLOCK": look_up._BLOCK}),
         (look_up._grow, {"PLACES": 8, "DEPTHS": 64, "NODES": 64, "ENTRIES": 512}),
@@ -274,20 +273,16 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
         (traversal._add_up, {"BLOCK": traversal._BLOCK}),
         (traversal._draw, {"SIZE": 64, "BLOCK": traversal._BLOCK}),
         (traversal._emit, {"BLOCKS": 64}),
-        *((traversal._accept, {"NODES": nodes, **OF_LAW}) for nodes in (64, 1024)),
-        *((drawn._draw_children, {"K": 8, "CHILDREN": 8, "KEPT": 64, "ENTRIES": 4096,
-           "LEARNED": learned, "GRAFTS": 64, **OF_LAW}) for learned in (True, False)),
+        *((traversal._accept, {"NODES": nodes, **OF_LAW, **each}) for nodes, each in SIZES),
+        *((drawn._draw_children, {"K": 8, "CHILDREN": 8, "KEPT": 64, "ENTRIES": 4096, **OF_LAW,
+           "LEARNED": nodes > 64, "GRAFTS": 64, **each}) for nodes, each in SIZES),
         (gumbel._rank, {"BLOCK": gumbel._CANDIDATES, "K": 8, "NOISE": True}),
         *((selection._hide, {"COLUMNS": 1024, **each}) for each in ({}, SM100)),
         *((selection._drop, {"BLOCK": selection._SELECTED, **each}) for each in ({}, SM100)),
     ],
 )  # fmt: skip
 def test_the_small_kernels_compile_without_spills(kernel: Any, constants: dict[str, Any]) -> None:
-    warps = {
-        gumbel._rank: 8,
-        selection._hide: 1,
-        drawn._draw_children: children.warps_for(4096),
-    }
+    warps = {gumbel._rank: 8, selection._hide: 1, drawn._draw_children: children.warps_for(4096)}
     if kernel is traversal._accept:
         warps[kernel] = traversal.warps_for(constants["NODES"])
     used = compiled(kernel, warps.get(kernel, 4), **constants)

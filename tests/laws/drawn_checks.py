@@ -254,6 +254,10 @@ class DrawnChecks:
         sampled, _ = self.decided(case)
         assert case.lengths(sampled)[6] == 0
         assert 0 <= int(sampled[first]) < logits.shape[1]
+        end = int(USUAL.rows.requests[7, 1])
+        others = self.decided(USUAL)[0]
+        assert torch.equal(sampled[:first], others[:first])
+        assert torch.equal(sampled[end:], others[end:])
 
     def test_logits_in_half_precision_are_read_as_they_are(self) -> None:
         half = replace(USUAL, logits=USUAL.logits.bfloat16())

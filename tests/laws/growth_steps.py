@@ -19,7 +19,6 @@ from dyntree_plugin.engine.step.rows import GrowthMemory
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.growth import GrowthConfig
-from dyntree_plugin.tree.noise import DRAFT, stream
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.shape import Exactness, TreeShape
 from dyntree_plugin.tree.token_tree import TokenTree
@@ -67,15 +66,6 @@ def growth_of(
         drawing=drawing,
     )
     return kind(settings)
-
-
-def drawing_of(draws: DrawStore, *, chains: bool) -> Drawing:
-    """Return where growth says how trees were drawn, or ``chains``."""
-
-    def seeds(of_requests: torch.Tensor, expansions: torch.Tensor) -> torch.Tensor:
-        return stream(of_requests, DRAFT, expansions)
-
-    return Drawing(draws.laws, draws.origins, seeds, chains)
 
 
 def memory_of(
@@ -180,7 +170,7 @@ class Step:
         self.draws, drawing = None, None
         if self.plan.draws:
             self.draws = DrawStore(SLOTS, self.plan, case.vocab, device, LAW_SIZE)
-            drawing = drawing_of(self.draws, chains=not self.plan.drawn_trees)
+            drawing = self.draws.drawing(chains=not self.plan.drawn_trees)
         self.growth = growth_of(kind, self.trees, self.memory, self.estimate, drawing)
         self.slots = torch.tensor([2, 0, 1], device=device)[: case.requests]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dyntree_plugin.commands.engine import (
@@ -79,9 +80,8 @@ def compare(settings: Settings, announce: Announce) -> Comparison:
         served = Served(llm)
         tree = _completed(served, settings, prompts)
         traces = list(_traces(llm, served, settings, prompts))
-        return Comparison(
-            prompts, plain, tree, traces, llm.get_tokenizer().decode, text_of_tokens(llm)
-        )
+        decode = partial(llm.get_tokenizer().decode, skip_special_tokens=True)
+        return Comparison(prompts, plain, tree, traces, decode, text_of_tokens(llm))
 
 
 def _completed(served: Served, settings: Settings, prompts: Prompts) -> Completions:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.contracts import DraftLaws
+from dyntree_kernels.contracts import DraftLaws, Drawing
+from dyntree_plugin.tree.noise import DRAFT, stream
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import Draws
 
@@ -42,3 +43,11 @@ class DrawStore:
         nodes = self._draws[slots]
         columns = torch.arange(nodes.shape[1], device=slots.device).expand(nodes.shape[:2])
         return Draws(nodes, columns, self._log_draft[slots])
+
+    def drawing(self, *, chains: bool) -> Drawing:
+        """Return where growth says how it draws trees, or ``chains``."""
+
+        def seeds(of_requests: torch.Tensor, expansions: torch.Tensor) -> torch.Tensor:
+            return stream(of_requests, DRAFT, expansions)
+
+        return Drawing(self.laws, self.origins, seeds, chains)

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from growth_steps import drawing_of, growth_of, memory_of
+from growth_steps import growth_of, memory_of
 from noted_kernels import Kernel
 from scipy.stats import chisquare
 
@@ -81,7 +81,7 @@ class Engine:
         rows, columns = count * self.plan.shape.width, count * self.plan.scratch_slots
         self.memory = memory_of(count, rows, columns, last=500)
         self.draws = DrawStore(count, self.plan, VOCABULARY, torch.device("cpu"), self.kept)
-        drawing = drawing_of(self.draws, chains=self.chains)
+        drawing = self.draws.drawing(chains=self.chains)
         self.growth = growth_of(CompiledGrowth, self.trees, self.memory, self.estimate, drawing)
         self.samples = DrawnSamples(self.trees, self.draws, decide_trees)
         nodes = self.plan.shape.node_budget
