@@ -40,10 +40,11 @@ from dyntree_plugin.admission.states import state_refusals, tree_refusals
 from dyntree_plugin.admission.versions import platform_refusal, version_refusal
 from dyntree_plugin.options.methods import BLOCKS, HEADS, OF_TARGET, WITH_DRAFT, WITHOUT_DRAFT
 from dyntree_plugin.options.options import NAMESPACE, DynTreeOptions
-from dyntree_plugin.tree.plan import TreePlan
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
+
+    from dyntree_plugin.tree.plan import TreePlan
 
 
 KernelRefusal = Callable[[Any, str, str], str | None]

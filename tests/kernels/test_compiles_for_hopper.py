@@ -353,7 +353,7 @@ def test_the_best_of_a_vocabularys_blocks_are_merged_without_spills(
 ) -> None:
     used = of_growth(
         children._merge, children.warps_for(max(blocks * kept, width * blocks if nodes else 0)),
-        nodes, K=kept, KEPT=kept, LEARNED=learned, RANKS=kept, ENTRIES=blocks * kept,
+        nodes, K=kept, KEPT=kept, ROUNDS=kept, LEARNED=learned, RANKS=kept, ENTRIES=blocks * kept,
         BLOCKS=blocks, NODES=max(1, nodes), ROWS=width, NOISE=True,
     )  # fmt: skip
     assert used["stack"] == 0, used

@@ -111,7 +111,8 @@ class Masked(Protocol):
 def shared(builders: Iterable[Masked]) -> MaskBuffers | None:
     """Let the builders of an engine share the largest of their buffers, and return it.
 
-    All of them get the masks of the same batches. Without a builder there are none.
+    The target's all get the masks of the same batch; those of a draft fill in chains later, on the
+    same stream. Without a builder there are none.
     """
     every = list(builders)
     largest = max((each.masks for each in every), key=lambda masks: masks.rows, default=None)

@@ -2,7 +2,8 @@
 
 An indexer selects the cache positions to which a row attends, so its choice is the trees' mask. All
 kernels remain vLLM's: the indexer serves each row alone, with the length of a chain, and what is no
-ancestor is left out between its logits and its choice.
+ancestor is left out between its logits and its choice. That may leave gaps in the choice of a short
+row; vLLM closes them when it turns positions into slots and counts these.
 """
 
 from __future__ import annotations

@@ -38,13 +38,13 @@ def log_sum_of(SUMS, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def best_of(SCORES, entries, KEPT: tl.constexpr, RANKS: tl.constexpr, ENTRIES: tl.constexpr):
-    """The KEPT best scores and where they are; of equals the first, which is the lowest token."""
+def best_of(SCORES, entries, ROUNDS: tl.constexpr, RANKS: tl.constexpr, ENTRIES: tl.constexpr):
+    """The ROUNDS best scores and where they are; of equals the first, which is the lowest token."""
     entry, rank = tl.arange(0, ENTRIES), tl.arange(0, RANKS)
     scores = tl.load(SCORES + entry, mask=entry < entries, other=float("-inf"))
     best = tl.full([RANKS], float("-inf"), tl.float32)
     found = tl.zeros([RANKS], tl.int32)
-    for k in range(KEPT):
+    for k in range(ROUNDS):
         top, at = tl.max(scores, 0, return_indices=True)
         best = tl.where(rank == k, top, best)
         found = tl.where(rank == k, at, found)
@@ -69,7 +69,7 @@ def _merge(
     BASES, BEST, SCORES, SUMS, CLASSES, CHAINED, WEIGHTS,
     LOGITS, TEMPERATURES, SEEDS, POSITIONS, LEVELS, USEFUL,
     blocks, width, first, expansions, vocab, s_logits, max_depth,
-    K: tl.constexpr, KEPT: tl.constexpr, LEARNED: tl.constexpr,
+    K: tl.constexpr, KEPT: tl.constexpr, ROUNDS: tl.constexpr, LEARNED: tl.constexpr,
     RANKS: tl.constexpr, ENTRIES: tl.constexpr, BLOCKS: tl.constexpr,
     GRAFTS: tl.constexpr, NODES: tl.constexpr, ROWS: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def _merge(
     expansion = request * expansions + first + row % width
     entries, rank = blocks * KEPT, tl.arange(0, RANKS)
     log_sum = log_sum_of(SUMS + row * blocks, blocks, BLOCKS)
-    best, found = best_of(SCORES + row * entries, entries, KEPT, RANKS, ENTRIES)
+    best, found = best_of(SCORES + row * entries, entries, ROUNDS, RANKS, ENTRIES)
     child = rank < K
     # Among NaN, the result may be an index after the entries, and no token.
     tokens = tl.load(BEST + row * entries + found, mask=child & (found < entries), other=0)
@@ -171,14 +171,16 @@ def merge(
     nodes = 0 if grafts.above is None else grafts.above.shape[1]
     of_tries: tuple[int | None, ...] = (None, None)
     elements = blocks * kept
+    rounds = min(kept, max(2, children))  # a margin needs two
     if judging.logits is not None:
         of_tries = judging.logits.shape[1], judging.logits.stride(0)
         elements = max(elements, widened * whole)
     _merge[(rows,)](
         *candidates, *grafts, bases, best, scores, sums, classes, chained,
         bases if weights is None else weights, *judging, levels, useful, blocks, end - first, first,
-        bases.shape[1], *of_tries, max_depth, K=children, KEPT=kept, LEARNED=weights is not None,
-        RANKS=triton.next_power_of_2(kept), ENTRIES=triton.next_power_of_2(blocks * kept),
-        BLOCKS=whole, GRAFTS=nodes, NODES=triton.next_power_of_2(nodes), ROWS=widened,
-        NOISE=coupled, num_warps=warps_for(elements),
+        bases.shape[1], *of_tries, max_depth, K=children, KEPT=kept, ROUNDS=rounds,
+        LEARNED=weights is not None, RANKS=triton.next_power_of_2(rounds),
+        ENTRIES=triton.next_power_of_2(blocks * kept), BLOCKS=whole, GRAFTS=nodes,
+        NODES=triton.next_power_of_2(nodes), ROWS=widened, NOISE=coupled,
+        num_warps=warps_for(elements),
     )  # fmt: skip

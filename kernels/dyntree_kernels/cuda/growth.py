@@ -280,7 +280,7 @@ class DeviceGrowth(StepGrowth):
         if len(logits) != len(roots) * width:
             raise ValueError(f"logits of {len(logits)} rows for {len(roots)} x {width}")
         if self._weights is not None:
-            kept = min(max(2, kept), logits.shape[1])  # a margin needs two
+            kept = min(max(2, kept), logits.shape[1])
         if self._drawing is not None:
             kept = max(kept, self._drawing.laws.tokens.shape[2])
         logits = logits if logits.stride(1) == 1 else logits.contiguous()

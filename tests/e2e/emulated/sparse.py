@@ -119,20 +119,32 @@ def _select_of_rows(
 
 
 def _attend(
-    out: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, at: torch.Tensor, scale: float
+    out: torch.Tensor,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    at: torch.Tensor,
+    lengths: torch.Tensor | None,
+    scale: float,
 ) -> None:
-    """Attend from rows [T, H, V + R] to the cached vectors [N, V + R] at [T, K]; -1 is none."""
+    """Attend from rows [T, H, V + R] to the cached vectors [N, V + R] at [T, K], -1 is none; of
+    each row only to the first ``lengths``, as FlashMLA does."""
     for row in range(len(q)):
-        vectors = kv[at[row][at[row] >= 0].long()]
+        of_row = at[row] if lengths is None else at[row, : lengths[row]]
+        vectors = kv[of_row[of_row >= 0].long()]
         weights = (q[row].float() @ vectors.T * scale).softmax(-1)
         out[row] = weights @ vectors[:, : out.shape[-1]]
 
 
 def _flash_mla_sparse_fwd(
-    q: torch.Tensor, kv: torch.Tensor, at: torch.Tensor, scale: float, **_: Any
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    at: torch.Tensor,
+    scale: float,
+    topk_length: torch.Tensor | None = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
     out = torch.empty(*q.shape[:2], 512)
-    recorded(_attend)(out, q, kv[:, 0], at[:, 0], scale)
+    recorded(_attend)(out, q, kv[:, 0], at[:, 0], topk_length, scale)
     return out, None, out[..., 0]
 
 
