@@ -13,6 +13,10 @@ import torch
 
 from dyntree_kernels.contracts import BatchRows, DraftLaws
 
+LAW_SIZES = {"cpu": 1024, "cuda": 64}
+"""By device: most tokens of a draft's distribution that nodes are drawn from. Each takes 8 bytes,
+and on CUDA a program holds all of them."""
+
 LEAST_LEFT = 1e-3
 """Least mass of a distribution that another child is drawn from. What is left after less is the
 difference of float32 numbers, and would be known too poorly."""

@@ -108,6 +108,7 @@ EMULATED = {
 }
 SLOW_ENGINES = {"adaptive", "head", "windows", "block"}
 DRAWN = ("chains", "drawn")
+AS_DRAWN = {"worker_extension_cls": "laws_of_cuda.Extension"}
 ON_CPU = {
     # On CUDA drafts follow no grammar.
     "fixed": {"mixed": Run(MIXED, sabotage="unfollowed")},
@@ -168,7 +169,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
     return Served(
         lambda name: plain(pair_of(name)[0]),
-        cache(lambda name: serve(trees(name), ON_CPU[name], 1)),
+        cache(
+            lambda name: serve(trees(name) | (AS_DRAWN if name in DRAWN else {}), ON_CPU[name], 1)
+        ),
         cache(lambda name: serve_emulated(as_on_cuda(name), EMULATED[name])),
     )
 

@@ -6,13 +6,14 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import GrowthSettings, StepGrowth
-from dyntree_kernels.cpu.drawn import LAW_SIZE, decide_trees
+from dyntree_kernels.cpu.drawn import decide_trees
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.cpu.learn import learn
 from dyntree_kernels.cpu.look_up import look_up
 from dyntree_kernels.cpu.paths import KERNELS
 from dyntree_kernels.cpu.walk import walk
+from dyntree_kernels.drawn import LAW_SIZES
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.cpu.kinds import KINDS
 from dyntree_plugin.engine.step.clock import Clock, StageClock
@@ -32,7 +33,7 @@ class CPUOps:
     paths = KERNELS
     kinds = KINDS
     decide_trees = staticmethod(decide_trees)
-    law_size = LAW_SIZE
+    law_size = LAW_SIZES["cpu"]
     send = staticmethod(at_hand)
 
     def __init__(self, budget: TreeBudget | None = None) -> None:

@@ -7,7 +7,6 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import MOST_CANDIDATES, GrowthSettings, StepGrowth
 from dyntree_kernels.cuda.draft_rows import ChainRows, Seen, SlotTables, begin, chain
-from dyntree_kernels.cuda.drawn import LAW_SIZE
 from dyntree_kernels.cuda.growth import DeviceGrowth
 from dyntree_kernels.cuda.gumbel import perturbed_logits
 from dyntree_kernels.cuda.learn import learn
@@ -16,6 +15,7 @@ from dyntree_kernels.cuda.paths import KERNELS
 from dyntree_kernels.cuda.place import place
 from dyntree_kernels.cuda.traversal import decide_trees
 from dyntree_kernels.cuda.walk import walk
+from dyntree_kernels.drawn import LAW_SIZES
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.cuda.clock import EventClock
 from dyntree_plugin.engine.cuda.kinds import KINDS
@@ -37,7 +37,7 @@ class CUDAOps:
     paths = KERNELS
     kinds = KINDS
     decide_trees = staticmethod(decide_trees)
-    law_size = LAW_SIZE
+    law_size = LAW_SIZES["cuda"]
 
     def __init__(self, send: Send) -> None:
         self.clock: Clock = EventClock()

@@ -23,9 +23,6 @@ from dyntree_kernels.cpu.simd import as_numpy, to_float
 from dyntree_kernels.cpu.threads import use_torch_threads
 from dyntree_kernels.drawn import LEAST_BESIDE, LEAST_LEFT, STEP, DrawnTrees, check
 
-LAW_SIZE = 1024
-"""Most tokens of a draft's distribution that nodes are drawn from, of which each takes 8 bytes."""
-
 _BLOCK = 1024  # entries that are processed together; they fit in L1
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _NONE = np.float32(-np.inf)

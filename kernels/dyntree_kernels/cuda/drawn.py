@@ -15,9 +15,6 @@ from dyntree_kernels.cuda.grafts import Candidates
 from dyntree_kernels.cuda.gumbel import noise_of
 from dyntree_kernels.drawn import LEAST_LEFT, STEP
 
-LAW_SIZE = 64
-"""Most tokens of a draft's distribution that nodes are drawn from: a program holds all of them."""
-
 _LEAST_LEFT = tl.constexpr(LEAST_LEFT)
 _STEP = tl.constexpr(STEP)
 _DRAFT = tl.constexpr(DRAFT)
