@@ -122,8 +122,11 @@ def test_greedy_requests_beside_drawn_trees_get_the_targets_best_tokens() -> Non
     assert texts.tolist() == [wanted] * 50
 
 
-def test_no_step_uses_the_noise_of_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, keys = Trees(torch.ones(40)), []
+@pytest.mark.parametrize("kind", [Trees, Engine])
+def test_no_step_uses_the_noise_of_another_one(
+    kind: type[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, keys = kind(torch.ones(40)), []
 
     def drawn(*arguments: Any) -> None:
         draw_children(*arguments)
