@@ -210,7 +210,7 @@ def test_what_a_row_reads_is_seen(name: str, wrong: str, spoken: Served) -> None
         return
     notes = [note for note in notes if len(note[1]) < blocks.LENGTH]
     changes = {} if deeper else {wrong: 1}
-    assert float(own.apart(notes, **changes).min()) > 0.01
+    assert float(own.apart(notes, **changes).min()) > 5e-3
 
 
 @pytest.mark.parametrize("name", marked([each for each in SOURCES if "mirror" in each], SLOW))
