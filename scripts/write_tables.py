@@ -275,6 +275,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_head_drawn": lambda: _tokens_per_step("tokens-eagle3-drawn"),
     "tokens_drawn": lambda: _tokens_per_step("tokens-drawn"),
     "serve_block_draft": lambda: _tokens_per_step("tokens-dflash"),
+    "speed_block_draft": lambda: _speed("serve-llama-1b-dflash"),
     "serve_head_1b": lambda: _speed("serve-llama-1b-eagle3"),
     "recipes": _recipes,
     "requests": lambda: _by_requests("requests-cpu", "requests-penalty-cpu"),
