@@ -121,7 +121,6 @@ class TreeStage(AdapterRows):
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Begin a step; vLLM calls it in every one, whether or not a request is new."""
         super().add_requests(scheduler_output)
-        self.clock.split()  # a rehearsed step may have left a stage running
         self._earlier.append(self.step)
         self.step = Step(getattr(scheduler_output, FORWARDS, None))
 
