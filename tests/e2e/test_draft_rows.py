@@ -210,7 +210,8 @@ def test_what_a_row_reads_is_seen(name: str, wrong: str, spoken: Served) -> None
         return
     notes = [note for note in notes if len(note[1]) < blocks.LENGTH]
     changes = {} if deeper else {wrong: 1}
-    assert float(own.apart(notes, **changes).min()) > 5e-3
+    # One row of P-EAGLE's random head differs by 0.009; sound rows differ by less than 0.002.
+    assert float(own.apart(notes, **changes).min()) > (5e-3 if name == "P-EAGLE" else 1e-2)
 
 
 @pytest.mark.parametrize("name", marked([each for each in SOURCES if "mirror" in each], SLOW))
