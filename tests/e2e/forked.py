@@ -23,6 +23,7 @@ from pathlib import Path
 from unittest import mock
 
 IMPORTED = ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"]
+TESTS = str(Path(__file__).parents[1])
 THREADS = 1
 """Number of OpenMP threads, which OpenMP reads from the environment when it is loaded."""
 ON_EVERY_CORE = {"KMP_AFFINITY": "none"}
@@ -67,10 +68,11 @@ def run_afresh(
     seconds: float,
 ) -> int | None:
     """Run a program as `run` does, but in a new process that has imported nothing."""
+    importable = os.pathsep.join(filter(None, [TESTS, environment.get("PYTHONPATH")]))
     with log.open("w") as stream:
         process = subprocess.Popen(
             [sys.executable, program, *arguments],
-            env=environment,
+            env={**environment, "PYTHONPATH": importable},
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
