@@ -1,3 +1,3 @@
 """dyntree: speculative decoding with a dynamic token tree, as a plugin of vLLM."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

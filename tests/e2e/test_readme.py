@@ -41,7 +41,7 @@ def test_the_servers_command_line_is_one_that_is_served() -> None:
 
 
 def test_the_line_to_look_for_is_that_of_the_default_options() -> None:
-    shown = block("dyntree 0.1.0 is active: ").partition("active: ")[2].strip()
+    shown = block("dyntree 0.2.0 is active: ").partition("active: ")[2].strip()
     in_force = DynTreeOptions().resolve(16).in_force()
     wanted = ", ".join(f"{name}={value}" for name, value in in_force.items())
     first, last = shown.split("…")
