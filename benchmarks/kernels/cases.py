@@ -167,6 +167,25 @@ def flashinfer(b: Batch, masked: bool = True) -> Runner:
     return Runner(launch, plan, exact=masked)
 
 
+def xqa(b: Batch) -> Runner:
+    if importlib.util.find_spec("flashinfer") is None:
+        raise UnavailableError("flashinfer-python is not installed")
+    from dyntree_kernels.cuda.xqa import Xqa, XqaTreeAttention
+
+    module = Xqa(DTYPE, HEAD_SIZE, GROUP, BLOCK_SIZE)
+    if not module.is_built():
+        raise UnavailableError(f"{module.name} is not built")
+    processors = torch.cuda.get_device_properties(b.q.device).multi_processor_count
+    runner = XqaTreeAttention(module, KV_HEADS, b.bits.shape[1], processors, b.q.device)
+    lens = b.ctx_lens + b.rows
+
+    def launch(layer: int) -> None:
+        cache = b.caches[layer]
+        runner.run(b.q, cache, b.table, lens, b.qo_indptr, b.bits, b.out, PLAIN, b.rows)
+
+    return Runner(launch)
+
+
 def flashinfer_dense_mask(b: Batch) -> Runner:
     """FlashInfer's own custom_mask of rows × (context + rows), rebuilt every step."""
     _, attention = _flashinfer()

@@ -51,6 +51,7 @@ class Benchmark:
             "triton": cases.triton,
             "fa3 causal": lambda b: cases.flash_attention(b, self._flash_attention),
             "flashinfer": cases.flashinfer,
+            "xqa": cases.xqa,
             "triton unmasked": cases.triton_unmasked,
             "flashinfer unmasked": lambda b: cases.flashinfer(b, masked=False),
             "flashinfer custom_mask": cases.flashinfer_dense_mask,
@@ -61,7 +62,7 @@ class Benchmark:
         for context in CONTEXTS:
             for rows in ROWS:
                 self.measure(rows, context)
-            self.measure(1, context, ["triton", "flashinfer", "fa3 causal"])
+            self.measure(1, context, ["triton", "flashinfer", "xqa", "fa3 causal"])
 
     def measure(self, rows: int, context: int, names: list[str] | None = None) -> None:
         """Time every implementation on one shape; each is compared with the oracle first."""

@@ -45,9 +45,13 @@ def _without_flashinfer(given: str, vllm_config: VllmConfig) -> Iterator[str]:
         yield f"{given} needs FlashInfer: pip install '{versions.FLASHINFER}'"
         return
     import torch
+    from vllm import envs
 
     from dyntree_kernels.cuda.flashinfer_variant import Variant, find_cuda_home
 
+    if envs.VLLM_BATCH_INVARIANT:
+        yield f"{given} cannot be followed with VLLM_BATCH_INVARIANT=1; use triton"
+        return
     if (cache := kv_cache_dtype(vllm_config)) in KV_CACHE_DTYPES:
         yield f"{given} cannot be followed with a KV cache in {cache}; use triton"
         return

@@ -28,7 +28,8 @@ class Problem:
     """The shape of an attention problem: `rows` per request after about `context` positions.
 
     `capability` is the CUDA device's; None on a CPU. `features` names what a layer has beyond a
-    scale, as in `LayerFeatures.beyond`. `layers` share one plan of a step.
+    scale, as in `LayerFeatures.beyond`. `layers` share one plan of a step. `block_size`: positions
+    of a block of the cache.
     """
 
     device: str
@@ -42,6 +43,7 @@ class Problem:
     context: int
     features: frozenset[str] = frozenset()
     layers: int = 1
+    block_size: int = 16
 
 
 @dataclass(frozen=True)
@@ -134,16 +136,27 @@ def _flashinfer(p: Problem) -> str | None:
     return None if p.head_size in (64, 128, 256) else f"head size {p.head_size}"
 
 
+def _xqa(p: Problem) -> str | None:
+    if p.capability is None or p.capability[0] not in (9, 12):
+        return "it needs a GPU of capability 9 or 12"
+    if p.dtype not in _HALF or p.kv_dtype != p.dtype:
+        return f"{p.dtype} with a cache of {p.kv_dtype}"
+    if p.block_size not in (16, 32, 64, 128):
+        return f"blocks of {p.block_size}"
+    return None if p.head_size in (64, 128, 256) else f"head size {p.head_size}"
+
+
 _OBSTACLE: dict[str, Callable[[Problem], str | None]] = {
     "cpu": _cpu,
     "triton": _triton,
     "flashinfer": _flashinfer,
+    "xqa": _xqa,
 }
 """Functions that return why an implementation cannot serve a problem, or None.
 
 They stand in the order of preference without a measurement. Triton goes before FlashInfer, which
 plans on the host in every step, and in CUDA graphs multiplies tiles of 128 rows for trees of any
-size.
+size. XQA reads the context once for every 32 rows of a head group.
 """
 
 
@@ -157,7 +170,7 @@ def obstacle(name: str, problem: Problem) -> str | None:
 
 def installed() -> set[str]:
     """Return the implementations whose packages are installed."""
-    needs = {"cpu": "numba", "triton": "triton", "flashinfer": "flashinfer"}
+    needs = {"cpu": "numba", "triton": "triton", "flashinfer": "flashinfer", "xqa": "flashinfer"}
     return {name for name, module in needs.items() if importlib.util.find_spec(module) is not None}
 
 

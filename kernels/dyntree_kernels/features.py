@@ -36,6 +36,7 @@ SERVED: Mapping[str, frozenset[str]] = {
     "cpu": _MASKS | SCALES - {"query_scale"},
     "triton": _MASKS | SCALES,
     "flashinfer": frozenset(),
+    "xqa": frozenset(),
     "latent, cpu": frozenset(),
     "latent, triton": SCALES,
 }

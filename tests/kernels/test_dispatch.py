@@ -77,6 +77,16 @@ def test_a_problem_that_nobody_serves_is_refused_with_every_reason() -> None:
     odd = dataclasses.replace(HOPPER, head_size=576)
     with pytest.raises(ValueError, match=r"triton: head size 576 is above 512; flashinfer: head"):
         choose(odd, ("triton", "flashinfer"))
+    for change, reason in (
+        ({"capability": (10, 0)}, "capability 9 or 12"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "with a cache of torch.float8_e4m3fn"),
+        ({"block_size": 256}, "blocks of 256"),
+        ({"head_size": 80}, "head size 80"),
+        ({"features": frozenset({"window"})}, "no window"),
+    ):
+        with pytest.raises(ValueError, match=f"; xqa: .*{reason}"):
+            choose(dataclasses.replace(HOPPER, **change), ("xqa",))
+    assert choose(HOPPER, ("xqa",)).name == "xqa"
     with pytest.raises(ValueError, match=r"unknown implementations \['cuda'\]"):
         choose(HOPPER, ("cuda",))
 

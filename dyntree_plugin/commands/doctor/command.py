@@ -55,7 +55,7 @@ def _checks(
             yield kernels.layout()
             yield _default_memory()
     if build_kernels:
-        yield from kernels.build(*command_line.variants(config), tell)
+        yield from kernels.build(*command_line.variants(config), command_line.xqa(config), tell)
 
 
 def _default_memory() -> Check:

@@ -69,6 +69,21 @@ def variants(config: VllmConfig | None) -> tuple[set[int], torch.dtype]:
     return {model.get_head_size() for model in models}, _dtype(config.model_config)
 
 
+def xqa(config: VllmConfig | None) -> tuple[torch.dtype, int, int, int] | None:
+    """Return the type, head size, head group and block size of a configuration's target, if its
+    table has times of XQA on this GPU, or on any where there is none."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    asked, table = ("", []) if config is None else asked_attention(config)
+    measured = any(x.implementation == "xqa" and device in (None, x.device) for x in table)
+    if config is None or asked != "auto" or not measured:
+        return None
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    # vLLM's blocks on CUDA, unless the user gives others.
+    block = cache.block_size if cache.user_specified_block_size else 16
+    return _dtype(model), model.get_head_size(), group, block
+
+
 def _admitted(config: VllmConfig) -> Iterator[Check]:
     speculation = config.speculative_config
     plan = plan_in_force(speculation)

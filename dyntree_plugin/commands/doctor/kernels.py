@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -65,10 +66,9 @@ def _available(problem: dispatch.Problem, asked: str) -> set[str]:
         return dispatch.installed()
     if asked != "auto":
         return dispatch.installed() & {asked}
-    from dyntree_plugin.engine.attention.choice import flashinfer_variant
+    from dyntree_plugin.engine.attention.choice import modules
 
-    built = flashinfer_variant(problem)
-    return dispatch.installed() & ({"triton"} if built is None else {"triton", "flashinfer"})
+    return dispatch.installed() & modules(problem, asked).keys()
 
 
 def layout(head_size: int = 128, dtype: torch.dtype = torch.bfloat16, model: str = "") -> Check:
@@ -114,9 +114,13 @@ def largest_error() -> float:
 
 
 def build(
-    head_sizes: set[int], dtype: torch.dtype, report: Callable[[str], None]
+    head_sizes: set[int],
+    dtype: torch.dtype,
+    xqa: tuple[torch.dtype, int, int, int] | None,
+    report: Callable[[str], None],
 ) -> Iterator[Check]:
-    """Build FlashInfer's tree attention ahead of time, one module per head size.
+    """Build FlashInfer's tree attention ahead of time, one module per head size, and XQA for a
+    target's shape, if given.
 
     Without a GPU it is built for the architectures that FlashInfer's variable names.
     """
@@ -132,14 +136,18 @@ def build(
         advice = f"pip install '{versions.FLASHINFER}'"
         yield Check(name, "fail", "FlashInfer is not installed", advice)
         return
-    from dyntree_kernels.cuda.flashinfer_variant import Variant
-    from dyntree_kernels.cuda.flashinfer_variant import build as build_variant
+    from dyntree_kernels.cuda.flashinfer_variant import Module, Variant
+    from dyntree_kernels.cuda.flashinfer_variant import build as build_module
+    from dyntree_kernels.cuda.xqa import Xqa
 
-    for head_size in sorted(head_sizes):
+    makers: list[Callable[[], Module]] = [
+        partial(Variant, dtype, dtype, head_size) for head_size in sorted(head_sizes)
+    ]
+    for make in makers + ([partial(Xqa, *xqa)] if xqa else []):
         try:
-            variant = Variant(dtype, dtype, head_size)
-            seconds = build_variant(variant, report)
+            module = make()
+            seconds = build_module(module, report)
         except (ValueError, RuntimeError) as error:  # an unsupported shape, or nvcc
             yield Check(name, "fail", str(error), "see kernels/README.md for what it needs")
             continue
-        yield Check(name, "ok", f"{variant.name}, {seconds:.0f} s")
+        yield Check(name, "ok", f"{module.name}, {seconds:.0f} s")

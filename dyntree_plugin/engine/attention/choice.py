@@ -15,7 +15,13 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from dyntree_kernels import dispatch
 from dyntree_plugin.admission.refusals import kv_cache_dtype
 from dyntree_plugin.engine.attention.features import element_type
-from dyntree_plugin.engine.attention.kernels import FlashInferTrees, Heads, TreeKernel, TritonTrees
+from dyntree_plugin.engine.attention.kernels import (
+    FlashInferTrees,
+    Heads,
+    TreeKernel,
+    TritonTrees,
+    XqaTrees,
+)
 from dyntree_plugin.engine.configuration import asked_attention, chosen_backend
 
 if TYPE_CHECKING:
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     from dyntree_kernels.cuda.flashinfer_variant import Variant
+    from dyntree_kernels.cuda.xqa import Xqa
 
 # vLLM shows only what is logged below the name of its package.
 logger = init_logger("vllm.dyntree")
@@ -87,12 +94,12 @@ def choose_kernel(
         context=vllm_config.model_config.max_model_len,
         features=features,
         layers=vllm_config.model_config.get_num_layers(vllm_config.parallel_config),
+        block_size=kv_cache_spec.block_size,
     )
     asked, table = asked_attention(vllm_config)
-    variant = None if asked == "triton" else flashinfer_variant(problem, asked == "flashinfer")
-    built = {"triton"} if variant is None else {"triton", "flashinfer"}
+    built = modules(problem, asked)
     # Layers that FlashInfer does not serve, such as those with windows, stay with Triton.
-    choice = dispatch.choose(problem, {asked} & built or built, table)
+    choice = dispatch.choose(problem, {asked} & built.keys() or built, table)
     logger.info_once(
         "tree attention of %d heads, %d with KV, by %s: %s",
         heads.query,
@@ -106,10 +113,16 @@ def choose_kernel(
         properties.multi_processor_count,
         one_split=envs.VLLM_BATCH_INVARIANT,
     )
-    if variant is None or choice.name != "flashinfer":
+    if choice.name == "triton":
         return triton, triton
+    if choice.name == "xqa":
+        from dyntree_kernels.cuda.xqa import XqaTreeAttention
+
+        words, processors = -(-columns // 32), properties.multi_processor_count
+        xqa = XqaTreeAttention(built["xqa"], heads.kv, words, processors, device)
+        return XqaTrees(xqa), triton
     flashinfer = FlashInferTrees(
-        variant,
+        built["flashinfer"],
         heads,
         kv_cache_spec.block_size,
         vllm_config.model_config.max_model_len,
@@ -125,6 +138,21 @@ def _graph_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
     rows = vllm_config.compilation_config.max_cudagraph_capture_size or 0
     # A request with a tree has two rows at least.
     return min(vllm_config.scheduler_config.max_num_seqs, rows // 2), rows
+
+
+def modules(problem: dispatch.Problem, asked: str) -> dict[str, Any]:
+    """Return the module of each kernel that may serve these layers, by name; Triton has none.
+
+    ``asked``: the option `attention`. Only FlashInfer's, if asked for by name, is compiled.
+    """
+    found: dict[str, Any] = {"triton": None}
+    # Other kernels divide a context by what else is in the batch.
+    if asked == "triton" or envs.VLLM_BATCH_INVARIANT:
+        return found
+    found["flashinfer"] = flashinfer_variant(problem, asked == "flashinfer")
+    if asked == "auto":
+        found["xqa"] = built_xqa(problem)
+    return {name: module for name, module in found.items() if module or name == "triton"}
 
 
 def flashinfer_variant(problem: dispatch.Problem, compile_it: bool = False) -> Variant | None:
@@ -145,3 +173,14 @@ def flashinfer_variant(problem: dispatch.Problem, compile_it: bool = False) -> V
     seconds = build(variant, logger.debug)
     logger.info("Compiled FlashInfer's tree attention in %d s.", seconds)
     return variant
+
+
+def built_xqa(problem: dispatch.Problem) -> Xqa | None:
+    """Return FlashInfer's XQA for these layers; None if it does not serve them or is not built."""
+    if importlib.util.find_spec("flashinfer") is None or dispatch.obstacle("xqa", problem):
+        return None
+    from dyntree_kernels.cuda.xqa import Xqa
+
+    group = problem.heads // problem.kv_heads
+    module = Xqa(problem.dtype, problem.head_size, group, problem.block_size)
+    return module if module.is_built() else None

@@ -179,6 +179,7 @@ def _rows(
         query_start_loc_cpu=common.query_start_loc_cpu,
         kv_lens=common.seq_lens_cpu_upper_bound,
         for_graph=for_graph,
+        seq_lens=common.seq_lens,
     )
 
 

@@ -16,6 +16,7 @@ from dyntree_plugin.engine.attention.features import element_type
 if TYPE_CHECKING:
     from dyntree_kernels.cuda.flashinfer_attention import FlashInferTreeAttention
     from dyntree_kernels.cuda.flashinfer_variant import Variant
+    from dyntree_kernels.cuda.xqa import XqaTreeAttention
 
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LayerFeatures], None]
 """Runs a layer on ``q`` [T, H, D], ``kv_cache`` [blocks, Hkv, N, 2 * D], ``out`` and the layer's
@@ -38,7 +39,8 @@ class AttentionRows:
     Kernels read all tensors on the device at every launch, so a captured launch serves their
     current contents. ``max_rows`` is the largest number of rows of a request with a tree.
     ``kv_lens`` int32 [R] on the host are upper bounds of context and columns of each request; None
-    if they are unknown. ``for_graph``: whether a captured launch may serve the batch.
+    if they are unknown. ``for_graph``: whether a captured launch may serve the batch. ``seq_lens``
+    int32 [R]: the positions of each request with its rows, which are the last ones; None in drafts.
     """
 
     block_table: torch.Tensor
@@ -50,6 +52,7 @@ class AttentionRows:
     query_start_loc_cpu: torch.Tensor
     kv_lens: torch.Tensor | None
     for_graph: bool = False
+    seq_lens: torch.Tensor | None = None
 
 
 class TreeKernel(Protocol):
@@ -216,6 +219,35 @@ def _without_rows(table: torch.Tensor, rows: MaskBuffers) -> Iterator[AttentionR
             yield AttentionRows(
                 table[:requests], lengths, begin, bits, count, rows.columns, begin, None
             )
+
+
+class XqaTrees:
+    """Runs `dyntree_kernels.cuda.xqa`, which needs no plan. It serves batches of trees only."""
+
+    def __init__(self, attention: XqaTreeAttention) -> None:
+        self._attention = attention
+
+    def plan(self, rows: AttentionRows) -> Launch:
+        if rows.seq_lens is None:
+            raise RuntimeError("XQA serves no drafts")
+        lengths, count = rows.seq_lens, rows.num_rows
+
+        def launch(
+            q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, features: LayerFeatures
+        ) -> None:
+            self._attention.run(
+                q[:count],
+                kv_cache,
+                rows.block_table,
+                lengths,
+                rows.query_start_loc,
+                rows.ancestor_bits,
+                out[:count],
+                features,
+                rows.max_rows,
+            )
+
+        return launch
 
 
 class FlashInferTrees:

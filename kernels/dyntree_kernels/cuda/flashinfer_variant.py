@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -119,17 +119,26 @@ class Variant:
         return bool(self.spec().jit_library_path.exists())
 
 
-def build(variant: Variant, report: Callable[[str], None]) -> float:
-    """Compile `variant` unless it is built, and return the number of seconds that this took.
+class Module(Protocol):
+    """A module of FlashInfer's."""
+
+    @property
+    def name(self) -> str: ...
+
+    def spec(self) -> Any: ...
+
+
+def build(module: Module, report: Callable[[str], None]) -> float:
+    """Compile a module unless it is built, and return the number of seconds that this took.
 
     `report` is called with a line of progress about once a second.
 
     Raises:
         RuntimeError: if there is no nvcc, or if the compilation fails.
     """
-    spec = variant.spec()
+    spec = module.spec()
     if spec.jit_library_path.exists():
-        report(f"{variant.name}: already built")
+        report(f"{module.name}: already built")
         return 0.0
     find_cuda_home()
     failure: list[BaseException] = []
@@ -143,13 +152,13 @@ def build(variant: Variant, report: Callable[[str], None]) -> float:
     start = time.monotonic()
     worker = threading.Thread(target=compile_module, daemon=True)
     worker.start()
-    objects = sum(1 for source in spec.sources if str(source).endswith(".cu"))
     while worker.is_alive():
         worker.join(1.0)
         done = sum(1 for _ in spec.jit_library_path.parent.glob("*.o"))
-        report(f"{variant.name}: {done} of {objects} objects, {time.monotonic() - start:.0f} s")
+        of, seconds = len(spec.sources), time.monotonic() - start
+        report(f"{module.name}: {done} of {of} objects, {seconds:.0f} s")
     if failure:
-        raise RuntimeError(f"{variant.name} failed to compile: {failure[0]}") from failure[0]
+        raise RuntimeError(f"{module.name} failed to compile: {failure[0]}") from failure[0]
     return time.monotonic() - start
 
 

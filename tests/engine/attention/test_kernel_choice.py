@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from dyntree_kernels import dispatch
+from dyntree_kernels.cuda import xqa
 from dyntree_kernels.dispatch import Measurement, Problem
 from dyntree_plugin.engine.attention import choice
-from dyntree_plugin.engine.attention.kernels import Heads, TritonTrees
+from dyntree_plugin.engine.attention.kernels import Heads, TritonTrees, XqaTrees
 
 HEADS = Heads(query=32, kv=8, size=128)
 SPEC: Any = SimpleNamespace(dtype=torch.bfloat16, block_size=16)
@@ -28,6 +29,7 @@ def gpu_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
     monkeypatch.setattr(choice, "flashinfer_variant", lambda *_: "module")
     monkeypatch.setattr(choice, "FlashInferTrees", lambda *_, **graphs: (FLASHINFER, graphs))
+    monkeypatch.setattr(choice, "built_xqa", lambda problem: None)
 
 
 def chosen(features: frozenset[str] = frozenset(), **options: Any) -> Any:
@@ -62,6 +64,30 @@ def test_with_a_table_the_fastest_serves(tmp_path: Path) -> None:
     assert isinstance(chosen(), TritonTrees)
     assert isinstance(chosen(kernel_table=table(tmp_path, 9.0)), TritonTrees)
     assert chosen(kernel_table=table(tmp_path, 3.0))[0] == FLASHINFER
+
+
+def test_xqa_serves_where_it_is_built_and_was_measured_as_the_fastest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(xqa, "XqaTreeAttention", lambda *given: made.append(given))
+    faster = [MEASURED, replace(MEASURED, implementation="xqa", microseconds=3.0)]
+    monkeypatch.setattr(dispatch, "shipped_table", lambda: faster)
+    assert isinstance(chosen(), TritonTrees)
+    monkeypatch.setattr(choice, "built_xqa", lambda problem: f"for blocks of {problem.block_size}")
+    assert isinstance(chosen(attention="triton"), TritonTrees)
+    assert chosen(attention="flashinfer")[0] == FLASHINFER
+    assert isinstance(chosen(), XqaTrees)
+    assert made == [("for blocks of 16", 8, 1, 132, torch.device("cuda"))]
+    monkeypatch.setattr(dispatch, "shipped_table", list)
+    assert isinstance(chosen(), TritonTrees)
+
+
+def test_batch_invariance_needs_tritons_kernel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert isinstance(chosen(kernel_table=table(tmp_path, 3.0)), TritonTrees)
 
 
 def test_by_default_the_packages_table_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,4 +149,7 @@ def test_flashinfer_by_name_is_refused_where_it_cannot_serve(
     quantised = changed(on_cuda, "cache_config.cache_dtype", "fp8")
     with pytest.raises(check.Refused, match="cannot be followed with a KV cache in fp8"):
         check.refuse_unserved(quantised, options, "cuda", WORKERS)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(check.Refused, match="cannot be followed with VLLM_BATCH_INVARIANT=1"):
+        check.refuse_unserved(on_cuda, options, "cuda", WORKERS)
     check.refuse_unserved(on_cuda, DynTreeOptions(attention="triton"), "cuda", WORKERS)

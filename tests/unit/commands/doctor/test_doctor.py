@@ -173,9 +173,11 @@ def test_without_a_gpu_kernels_are_built_for_a_named_architecture(
     monkeypatch.setattr(kernels, "find_spec", lambda name: name)
     monkeypatch.setattr(flashinfer_variant, "build", lambda variant, report: 90.0)
     monkeypatch.delenv(kernels.ARCHITECTURES, raising=False)
-    (found,) = kernels.build({128}, torch.bfloat16, lambda line: None)
+    (found,) = kernels.build({128}, torch.bfloat16, None, lambda line: None)
     assert (found.status, "no CUDA device" in found.found) == ("fail", True)
     assert kernels.ARCHITECTURES in found.advice
     monkeypatch.setenv(kernels.ARCHITECTURES, "9.0a")
-    built = list(kernels.build({64, 128}, torch.bfloat16, lambda line: None))
-    assert [(each.status, "90 s" in each.found) for each in built] == [("ok", True)] * 2
+    shape = (torch.bfloat16, 64, 8, 16)
+    built = list(kernels.build({64, 128}, torch.bfloat16, shape, lambda line: None))
+    assert [(each.status, "90 s" in each.found) for each in built] == [("ok", True)] * 3
+    assert "XQA for torch.bfloat16, heads of 64, 8 per KV head, blocks of 16" in built[2].found
