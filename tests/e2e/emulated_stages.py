@@ -17,14 +17,8 @@ def serve_emulated_in_stages(
     return stages.serve_in_stages(engine, runs, program=__file__, TRITON_INTERPRET="1")
 
 
-def configure() -> None:
+if __name__ == "__main__":
     from emulated import worker
 
-    worker.configure()
-
-
-if __name__ == "__mp_main__":  # a stage, before it loads the plugin
-    configure()
-if __name__ == "__main__":
-    configure()
+    worker.configure()  # the stages are copies of this process
     stages.main(stages.StagedEngine)

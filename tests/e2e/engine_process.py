@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +145,11 @@ def answered(
     runs: Mapping[str, Run],
     threads: int | None,
     seconds: float = START_AND_WORK_SECONDS,
-    fresh: bool = False,
     **variables: str,
 ) -> dict[str, Any]:
     """Run ``program`` on a job, and return its results.
 
-    ``seconds`` limits its time, and ``variables`` extend its environment. Set ``fresh`` if they
-    matter while vLLM is imported.
+    ``seconds`` limits its time, and ``variables`` extend its environment.
 
     Raises:
         RuntimeError: if it fails or takes longer.
@@ -171,7 +171,8 @@ def answered(
         given, results, log = (Path(folder, name) for name in ("job.json", "results.json", "log"))
         given.write_text(json.dumps(job))
         log.touch()
-        forks = threads == forked.THREADS and not fresh and not cuda.is_available()
+        interpreted = "TRITON_INTERPRET" in variables  # matters while Triton is imported
+        forks = threads == forked.THREADS and not interpreted and not cuda.is_available()
         run = forked.run if forks else forked.run_afresh
         status = run(program, [str(given), str(results)], environment, log, seconds)
         if status != 0:
@@ -197,8 +198,13 @@ class Engine:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
         from vllm.utils.import_utils import resolve_obj_by_qualname
+        from vllm.v1.executor import multiproc_executor
 
-        gc.freeze()  # as in forked.py
+        # vLLM collects garbage ten times while an engine starts: 6 of 9.5 seconds.
+        gc.freeze()
+        # For a CPU vLLM starts each worker as a new process, which imports everything once more.
+        executor_module: Any = multiproc_executor
+        executor_module.get_mp_context = partial(multiprocessing.get_context, "fork")
         if "." in (executor := arguments.get(EXECUTOR, "")):  # vLLM asks it about pipelines
             arguments = arguments | {EXECUTOR: resolve_obj_by_qualname(executor)}
         self.llm = LLM(**DEFAULTS | arguments)

@@ -12,8 +12,9 @@ from typing import Any
 from unittest import mock
 
 from engine_process import Engine, Result, Run, answered, main, result_of
+from forked import ON_EVERY_CORE
 
-UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **ON_EVERY_CORE}
 """vLLM binds each rank to a NUMA node, and there may be fewer nodes than ranks."""
 
 Trace = list[dict[str, Any]]
@@ -34,7 +35,7 @@ def serve_on_ranks(
     """Start an engine of ``ranks`` ranks and work through the runs. A run's sabotage is in force on
     the last rank alone. ``variables`` extend the environment."""
     arguments = {"tensor_parallel_size": ranks, **engine}
-    found = answered(__file__, arguments, runs, threads=1, fresh=True, **UNBOUND | variables)
+    found = answered(__file__, arguments, runs, threads=1, **UNBOUND | variables)
     return {name: Ranked(result_of(one["result"]), one["traces"]) for name, one in found.items()}
 
 

@@ -41,7 +41,7 @@ def serve_together(
             "VLLM_DP_MASTER_PORT": port,
             **UNBOUND,
         }
-        found = answered(__file__, arguments, runs[number], threads=1, fresh=True, **variables)
+        found = answered(__file__, arguments, runs[number], threads=1, **variables)
         return {name: result_of(result) for name, result in found.items()}
 
     with ThreadPoolExecutor(len(runs)) as pool:

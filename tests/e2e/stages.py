@@ -28,7 +28,7 @@ def serve_in_stages(
     """Start an engine of so many stages and work through the runs; a run's sabotage is in force on
     every stage but the last. ``variables`` extend the environment."""
     arguments = {"pipeline_parallel_size": stages, **engine}
-    found = answered(program, arguments, runs, threads=1, fresh=True, **UNBOUND | variables)
+    found = answered(program, arguments, runs, threads=1, **UNBOUND | variables)
     return {name: result_of(one) for name, one in found.items()}
 
 
