@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -86,6 +87,13 @@ class _Request:
             self.tokens += tokens
 
 
+def _error(counts: Sequence[tuple[int, int]]) -> float:
+    """Return the standard error of tokens per step, from the tokens and steps of each request."""
+    total = max(sum(steps for _, steps in counts), 1)
+    mean = sum(tokens for tokens, _ in counts) / total
+    return math.sqrt(sum((tokens - mean * steps) ** 2 for tokens, steps in counts)) / total
+
+
 @dataclass(frozen=True)
 class _Step:
     """``decodes``: the step gave tokens and read no prompt. A step may also only wait for a
@@ -166,6 +174,7 @@ class Served:
                 if name in spent
             },
             request_steps=sum(request.steps - 1 for request in requests),
+            tokens_per_step_error=_error([(len(r.tokens) - 1, r.steps - 1) for r in requests]),
             speculation=counts.growth(counts.read(before), counts.read(after)),
             fallbacks=counts.growth_of_fallbacks(counts.fallbacks(before), counts.fallbacks(after)),
         )

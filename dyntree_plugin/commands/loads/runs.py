@@ -51,7 +51,8 @@ class Run(Record):
     ``stages_ms``: the worker's share of it by stage, for an engine in another process over all
     steps. ``request_steps``: steps of all single requests after their first tokens; 0 if unknown.
     They belong to ``output_tokens``, which has no token after the end of an answer; ``speculation``
-    may count such tokens.
+    may count such tokens. ``tokens_per_step_error``: standard error, over requests, of the tokens
+    per such step; 0 if unknown.
     """
 
     round: int
@@ -64,6 +65,7 @@ class Run(Record):
     step_ms: float = 0.0
     stages_ms: dict[str, float] = Field(default_factory=dict)
     request_steps: int = 0
+    tokens_per_step_error: float = 0.0
     speculation: Speculation = Speculation()
     fallbacks: Fallbacks = Fallbacks()
 

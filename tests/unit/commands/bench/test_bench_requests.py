@@ -161,6 +161,9 @@ def test_steps_and_tokens_of_requests_that_end_early_are_counted() -> None:
     assert [params.ignore_eos for params in scripted.asked] == [False, True]
     assert run.output_tokens == 4 + 15
     assert run.request_steps == 2 + 5
+    # After their first tokens, 3 in 2 steps and 14 in 5. At 17 / 7 tokens per step, the first has
+    # 13 / 7 less than expected, and the second as many more.
+    assert run.tokens_per_step_error == pytest.approx(2**0.5 * (13 / 7) / 7)
     # Of the steps in which no prompt is read, one has no output.
     assert run.steps == 4
 
