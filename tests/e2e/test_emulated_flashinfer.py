@@ -28,10 +28,10 @@ BLOCKS = {"Ada": {"block_size": 128}}
 """FlashInfer takes no such blocks there, so vLLM halves them for all kernels."""
 KERNELS = {
     "Blackwell": {"TensorRT-LLM prefill", "decode"},
-    "Hopper": {"prefill", "decode"},
+    "Hopper": {"prefill", "decode", "XQA of trees"},
     "Ada": {"prefill"},
 }
-"""What of vLLM's kernels runs on each."""
+"""What of FlashInfer's kernels runs on each."""
 MIXED = OF_CUDA[:5]
 PLAIN = [
     replace(request, params={**request.params, "extra_args": {"dyntree_nodes": 0}})

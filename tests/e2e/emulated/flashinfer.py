@@ -6,12 +6,18 @@ the plan, as the library does, and over no others.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import Counter
 from typing import Any
 
 import torch
+import xqa_in_torch
 from absent_flashinfer import vllms_backend
 
+from dyntree_kernels import dispatch
+from dyntree_kernels.cuda import xqa
+from dyntree_plugin.engine.attention import choice
 from emulated.attention import _reshape_and_cache, _unified_attention
 from emulated.device import recorded
 
@@ -163,6 +169,32 @@ _LIBRARY: dict[str, Any] = {
 }
 
 
+class _Xqa(xqa_in_torch.Library):
+    """FlashInfer's XQA over trees, with a module for any layers."""
+
+    _launch = staticmethod(recorded(xqa_in_torch.xqa))
+
+    @functools.wraps(xqa_in_torch.xqa)
+    def xqa(self, *args: Any, **kwargs: Any) -> None:
+        runs["XQA of trees"] += 1
+        self._launch(*args, **kwargs)
+
+
+def _take_xqa() -> None:
+    """Let XQA, in float32 as well, serve batches of trees alone."""
+
+    def built(problem: dispatch.Problem) -> xqa.Xqa:
+        group = problem.heads // problem.kv_heads
+        return xqa.Xqa(problem.dtype, problem.head_size, group, problem.block_size)
+
+    fastest = dispatch.Measurement("xqa", "NVIDIA H200", 2, 32, "float32", 9, 64, 1.0)
+    sys.modules["flashinfer.xqa"] = _Xqa()
+    dispatch._OBSTACLE["xqa"] = lambda problem: None
+    everywhere: Any = dispatch, choice
+    everywhere[0].shipped_table = lambda: [fastest]
+    everywhere[1].built_xqa = built
+
+
 def _waits() -> Any:
     raise RuntimeError("vLLM waits for the lengths of requests")
 
@@ -201,6 +233,8 @@ def stand_in(capability: tuple[int, int]) -> None:
     backend._copy_page_indices_kernel = _PageIndices()
     backend._get_multi_ctas_kv_counter_buffer = lambda *_: None
     backend.gpu_sync_allowed = _waits
+    if capability == (9, 0):
+        _take_xqa()
     operators: Any = torch.ops._C_cache_ops
     operators.reshape_and_cache_flash = recorded(_reshape_and_cache)
     worker._BACKENDS["CPU_ATTN"] = (

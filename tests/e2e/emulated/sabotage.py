@@ -88,18 +88,26 @@ def states_lost(runner: Any) -> Iterator[None]:
 def layout_confused(runner: Any) -> Iterator[None]:
     """Let the target run without graphs, and read a cache whose heads and slots seem to lie the
     other way."""
-    from dyntree_kernels.cuda import attention
+    from dyntree_kernels.cuda import attention, xqa
 
-    stock = attention.tree_attention
-
-    def confused(q: torch.Tensor, cache: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def confused(cache: torch.Tensor) -> torch.Tensor:
         _, heads, slots, content = cache.shape
         of_heads, of_slots = content, heads * content
         if cache.stride(1) == content:
             of_heads, of_slots = slots * content, content
         strides = cache.stride(0), of_heads, of_slots, 1
-        stock(q, cache.as_strided(cache.shape, strides), *args, **kwargs)
+        return cache.as_strided(cache.shape, strides)
 
-    without_graphs = mock.patch.object(runner.cudagraph_manager, "_graphs_captured", False)
-    with without_graphs, mock.patch.object(attention, "tree_attention", confused):
+    stock, of_xqa = attention.tree_attention, xqa.XqaTreeAttention.run
+    with (
+        mock.patch.object(runner.cudagraph_manager, "_graphs_captured", False),
+        mock.patch.object(
+            attention,
+            "tree_attention",
+            lambda q, cache, *a, **k: stock(q, confused(cache), *a, **k),
+        ),
+        mock.patch.object(
+            xqa.XqaTreeAttention, "run", lambda x, q, cache, *a: of_xqa(x, q, confused(cache), *a)
+        ),
+    ):
         yield
