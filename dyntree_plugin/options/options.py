@@ -21,10 +21,10 @@ from pydantic import (
 
 from dyntree_plugin.options.methods import DRAWN, draws_chains, kind_of_draft
 from dyntree_plugin.options.shape import (
-    ADAPTIVE_FORWARDS,
     BLOCK_NODES,
     DRAWN_CHILDREN,
     LOOK_UP_DEPTH,
+    MOST_FORWARDS,
     shape_of,
 )
 from dyntree_plugin.options.text import allowed, specs
@@ -86,9 +86,9 @@ class DynTreeOptions(BaseModel):
         description="Most draft forwards of a step, the catch-up included. A forward adds a level "
         "to the draft's candidates; those of look-up need none. At most max_depth.",
         json_schema_extra={
-            "derived": f"node_budget, at most {ADAPTIVE_FORWARDS}, with an adaptive budget; else "
-            "2 log2(node_budget), rounded: 8 for 16, 12 for 64; without look-up, max_depth if that "
-            "is given"
+            "derived": f"node_budget, at most {MOST_FORWARDS}, with an adaptive budget or "
+            "exactness distribution; else 2 log2(node_budget), rounded: 8 for 16, 12 for 64; "
+            "without look-up, max_depth if that is given"
         },
     )
     lookup: Switch | None = Field(
@@ -265,9 +265,10 @@ class DynTreeOptions(BaseModel):
 
     def plan_for(self, speculation: Any) -> TreePlan:
         """Do as `resolve` for an engine with this ``SpeculativeConfig`` of vLLM's."""
-        plan = self.resolve(speculation.num_speculative_tokens, **kind_of_draft(speculation))
+        slots, draft = speculation.num_speculative_tokens, kind_of_draft(speculation)
+        plan = self.resolve(slots, **draft)
         if self.exactness is None and plan.may_draw and draws_chains(speculation):
-            return dataclasses.replace(plan, exactness="distribution")
+            return self.model_copy(update={"exactness": "distribution"}).resolve(slots, **draft)
         return plan
 
     def resolve(

@@ -12,8 +12,10 @@ from dyntree_plugin.tree.shape import Budget, TreeShape
 DRAWN_CHILDREN = 16
 """Default children for growths that draw, since some draws are unlikely tokens."""
 
-ADAPTIVE_FORWARDS = 16
-"""Default of max_forwards with an adaptive budget, which makes no forward that does not pay."""
+MOST_FORWARDS = 16
+"""Default of max_forwards with an adaptive budget, which makes no forward that does not pay, and
+where chains and trees are drawn: on the embedded pair, drawn trees of 32 nodes emit 0.93 to 0.95
+times as much with 10 forwards, and chains of 8 tokens 0.8 times as much as of 16."""
 
 BLOCK_NODES = 16
 """Least default of node_budget with a block draft."""
@@ -51,8 +53,8 @@ def shape_of(
         ValueError: beginning with the name of an option that does not fit the others.
     """
     forwards, width, children = default_shape(node_budget)
-    if budget == "adaptive":
-        forwards = min(node_budget, ADAPTIVE_FORWARDS)
+    if budget == "adaptive" or given["exactness"] == "distribution":
+        forwards = min(node_budget, MOST_FORWARDS)
     if given["expansion"] is not None:
         forwards = len(given["expansion"])
     looks_up = _looks_up(given, draft)

@@ -24,7 +24,6 @@ from slow import marked
 from workload import ask, long
 
 from dyntree_plugin import pair
-from dyntree_plugin.tree.shape import LEAST_DRAWN_TREE
 
 pytestmark = pytest.mark.e2e
 
@@ -157,7 +156,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Served:
             engine = workload.with_head(head, nodes=NODES, budget="fixed", **TREE)
             return {**engine, **LIMITS, "model": target}
         drawn, fixed = {"exactness": "distribution"}, {"budget": "fixed"}
-        more = {"node_budget": LEAST_DRAWN_TREE, "width": 4}
+        more = {"node_budget": 32, "width": 4}
         own = {"chains": fixed | drawn, "drawn": fixed | drawn | more, "windows": fixed}
         options = TREE | own.get(name, {"budget": name})
         engine = workload.with_options(options["node_budget"], **options)

@@ -148,11 +148,8 @@ def test_a_distribution_needs_a_draft_and_leaves_the_rest_as_it_is() -> None:
     assert (plan.budget, plan.chain_depth, without.chain_depth) == ("adaptive", 16, 0)
     assert plan.in_force()["exactness"] == "distribution"
     tokens = DynTreeOptions().resolve(32)
-    assert [each.drawn_trees for each in (options.resolve(32), plan, tokens)] == [
-        True,
-        False,
-        False,
-    ]
+    trees = [each.drawn_trees for each in (options.resolve(17), plan, tokens)]
+    assert trees == [True, False, False]  # a chain of 17 would have no forward for its last token
     with pytest.raises(ValueError, match=r"exactness=distribution draws from a draft, and look-up"):
         options.resolve(16, draft=False)
 
@@ -176,8 +173,12 @@ def test_who_asks_vllm_for_the_distribution_gets_it_where_it_is_served(
     usual = {"method": "draft_model", "num_speculative_tokens": 16, "parallel_drafting": False}
     chains = {"draft_sample_method": "greedy", "rejection_sample_method": "standard"}
     speculation = SimpleNamespace(**usual | chains | of_vllm)
-    plan = DynTreeOptions.parse(given_options).plan_for(speculation)
+    options = DynTreeOptions.parse({"budget": "fixed"} | given_options)
+    plan = options.plan_for(speculation)
     assert plan.exactness == exactness
+    # Whoever gets it for vLLM's options has the defaults of who asks for it.
+    if exactness == "distribution":
+        assert plan == options.model_copy(update={"exactness": exactness}).resolve(16)
 
 
 SEQUOIA = {"growth": "sequoia", "acceptance": [0.5]}
@@ -230,6 +231,8 @@ def test_what_was_asked_for_and_has_no_effect_is_named_and_not_shown(
     [
         ({}, 32, 16),
         ({"budget": "fixed"}, 32, 12),
+        # What is drawn stays good deeper than coupled candidates do.
+        ({"budget": "fixed", "exactness": "distribution"}, 32, 16),
         ({"max_depth": 6}, 6, 6),
         ({"max_forwards": 3}, 32, 3),
         ({"lookup": "off"}, 16, 16),
