@@ -1,6 +1,6 @@
 """Estimate what any trees with so many nodes can emit that keep the target's distribution.
 
-    python -m benchmarks.acceptance.bound [--output FILE]
+    python -m benchmarks.acceptance.bound [--method eagle3] [--output FILE]
 
 Let w(x) be the chance that a step's tree holds the path x below the root, and p(x) the target's
 chance of it. What follows the tokens that a step emits is drawn from the target. So if the path is
@@ -13,7 +13,8 @@ draft, whose chance is q:
 
 w follows from what the draft says along the path, does not exceed 1, and never rises from a node to
 its child. Here a small net is w, fitted on half of the contexts at which steps of a block chain
-begin. The other half gives the figures. A better w would give higher ones.
+begin. The other half gives the figures. A better w would give higher ones. With an EAGLE-3 head,
+paths begin at every fourth token of what the target writes.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.acceptance.drafting import Grown
 from benchmarks.acceptance.experiment import Pair
+from benchmarks.acceptance.heads import HeadPaths
 from benchmarks.acceptance.methods import METHODS, Setting
 from benchmarks.acceptance.models import Decoder, load
 from benchmarks.acceptance.simulate import simulate
@@ -43,6 +45,7 @@ from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.perturb import perturb_on
 from dyntree_plugin.tree.token_tree import Accepted
 from dyntree_plugin.tree.value import AcceptanceEstimate
+from dyntree_plugin.tune.eagle import load_head
 
 DEVICE = torch.device("cpu")
 BUDGETS = (4, 8, 16, 32, 64)
@@ -137,17 +140,22 @@ def paths_after(
     decoders = [Decoder(each, len(contexts), contexts.longest + DEPTH) for each in (target, draft)]
     fresh, sizes = contexts.tokens, contexts.lengths
     columns: list[tuple[torch.Tensor, ...]] = []
-    for level in range(DEPTH):
+    for _ in range(DEPTH):
         laws = [(d.append(fresh, sizes) / temperature).log_softmax(1) for d in decoders]
         law = laws[0 if writer is target else 1].exp()
         fresh = torch.multinomial(law, 1, generator=generator)
-        chances = [each.gather(1, fresh)[:, 0].clamp(min=-30) for each in laws]
-        q = laws[1].exp()
-        said = [-(q * laws[1].clamp(min=-1e4)).sum(1), laws[1].amax(1), (q * q).sum(1).log()]
-        said.append(torch.full_like(said[0], level / 8))
-        columns.append((*chances, torch.stack(said, 1)))
+        columns.append((*(each.gather(1, fresh)[:, 0] for each in laws), laws[1]))
         sizes = torch.ones_like(sizes)
-    return Paths(*(torch.stack(each, 1) for each in zip(*columns, strict=True)))
+    return paths_of(*(torch.stack(each, 1) for each in zip(*columns, strict=True)))
+
+
+def paths_of(target: torch.Tensor, draft: torch.Tensor, laws: torch.Tensor) -> Paths:
+    """Return paths from the logs of both models' chances [C, L], and of all tokens' in the draft's
+    distributions before each, [C, L, V]."""
+    q = laws.exp()
+    said = [-(q * laws.clamp(min=-1e4)).sum(2), laws.amax(2), (q * q).sum(2).log()]
+    said.append((torch.arange(laws.shape[1]) / 8).expand_as(said[0]))
+    return Paths(target.clamp(min=-30), draft.clamp(min=-30), torch.stack(said, 2))
 
 
 def fit(chances: PathChances, cost: float, along_target: Paths, along_draft: Paths) -> None:
@@ -164,17 +172,34 @@ def fit(chances: PathChances, cost: float, along_target: Paths, along_draft: Pat
         schedule.step()
 
 
-def bound(pair: Pair, prompts: Prompts, temperature: float) -> dict[str, Any]:
-    """Return points (nodes, tokens per step, standard error) of the bound, and block chains."""
+def of_draft(pair: Pair, texts: list[str], temperature: float) -> list[Paths]:
+    """Return paths of the target, and of the draft, after contexts at which steps begin."""
     generator = torch.Generator().manual_seed(0)
-    begun = beginnings(pair, prompts, temperature)
+    begun = beginnings(pair, pair.prompts(texts, 0), temperature)
     chosen = torch.randperm(len(begun), generator=generator)[:CONTEXTS].tolist()
     contexts = Prompts.of([begun[at] for at in chosen], 0, pair.target.device)
-    along = [
+    return [
         paths_after(contexts, pair.target, pair.draft, temperature, writer, generator)
         for writer in (pair.target, pair.draft)
     ]
-    half = torch.arange(len(contexts)) < len(contexts) // 2
+
+
+def of_head(pair: Pair, texts: list[str], temperature: float) -> list[Paths]:
+    """Return paths of the target, and of the embedded head."""
+    stored = embedded.paths()
+    plain, head = LlamaForCausalLM.from_pretrained(stored["target"]), load_head(stored["eagle3"])
+    prompts = pair.prompts(texts, 0)
+    begun = HeadPaths(pair.target, prompts, temperature, TOKENS, DEPTH, every=4)
+    generator = torch.Generator().manual_seed(0)
+    return [paths_of(*each) for each in begun.along(plain.float(), head, generator)]
+
+
+def bound(along: list[Paths], temperature: float) -> dict[str, Any]:
+    """Return points (nodes, tokens per step, standard error) of the bound, and block chains.
+
+    ``along``: paths of the target, and of the draft.
+    """
+    half = torch.arange(len(along[0].target)) < len(along[0].target) // 2
     learned, held = ([each.part(rows) for each in along] for rows in (half, ~half))
     chances, points = PathChances(), []
     for cost in COSTS:
@@ -213,14 +238,16 @@ def table(bounds: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Bound what trees can emit.")
+    parser.add_argument("--method", choices=["draft_model", "eagle3"], default="draft_model")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.6, 1.0])
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     models = [load(embedded.paths()[name], DEVICE, torch.float32) for name in ("target", "draft")]
     pair = Pair(models[0], models[1:], AutoTokenizer.from_pretrained(embedded.paths()["target"]))
-    prompts = pair.prompts(embedded.held_out_prompts(given.prompts), 0)
-    found = [bound(pair, prompts, temperature) for temperature in given.temperatures]
+    texts = embedded.held_out_prompts(given.prompts)
+    along = of_head if given.method == "eagle3" else of_draft
+    found = [bound(along(pair, texts, each), each) for each in given.temperatures]
     sys.stdout.write(table(found) + "\n")
     if given.output:
         value = {"provenance": provenance(), "prompts": given.prompts, "bounds": found}
