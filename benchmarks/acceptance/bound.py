@@ -187,11 +187,11 @@ def of_draft(pair: Pair, texts: list[str], temperature: float) -> list[Paths]:
 def of_head(pair: Pair, texts: list[str], temperature: float) -> list[Paths]:
     """Return paths of the target, and of the embedded head."""
     stored = embedded.paths()
-    plain, head = LlamaForCausalLM.from_pretrained(stored["target"]), load_head(stored["eagle3"])
+    plain = LlamaForCausalLM.from_pretrained(stored["target"], dtype=torch.float32)
     prompts = pair.prompts(texts, 0)
     begun = HeadPaths(pair.target, prompts, temperature, TOKENS, DEPTH, every=4)
     generator = torch.Generator().manual_seed(0)
-    return [paths_of(*each) for each in begun.along(plain.float(), head, generator)]
+    return [paths_of(*each) for each in begun.along(plain, load_head(stored["eagle3"]), generator)]
 
 
 def bound(along: list[Paths], temperature: float) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from benchmarks.acceptance.models import Branches, Decoder
 from benchmarks.acceptance.texts import Prompts, write
 from dyntree_kernels.ancestors import ancestor_bits
-from dyntree_plugin.tune.eagle import Head, read_target
+from dyntree_plugin.tune.eagle import Head, OfTarget, read_target
 
 Choose = Callable[[int, torch.Tensor], torch.Tensor]
 """Returns the tokens [R, C] at a level of R x C paths, from the head's log chances [R, C, V]."""
@@ -44,7 +44,7 @@ class HeadPaths:
         ids.scatter_(1, lengths + torch.arange(text.shape[1]), text)
         begins = lengths + torch.arange(self.every, self.tokens + 1, self.every)
         states, embedded, logits = read_target(plain, ids, head.layers)
-        weights = plain.get_input_embeddings().weight
+        weights = OfTarget.of(plain).embedding
 
         def written(level: int, _: torch.Tensor) -> torch.Tensor:
             return ids.gather(1, begins + level)

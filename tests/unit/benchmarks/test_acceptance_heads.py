@@ -20,7 +20,7 @@ def test_paths_have_the_chances_that_head_and_target_give_them() -> None:
     """Control: chances of another row of the head differ."""
     stored, cpu = pair.paths(), torch.device("cpu")
     target = load(stored["target"], cpu, torch.float32)
-    plain = LlamaForCausalLM.from_pretrained(stored["target"]).float()
+    plain = LlamaForCausalLM.from_pretrained(stored["target"], dtype=torch.float32)
     head = load_head(stored["eagle3"]).requires_grad_(False)
     prompts = Prompts.of(PROMPTS, 0, cpu)
     text = write(target, prompts, 1.0, TOKENS + DEPTH)
