@@ -1,7 +1,6 @@
-"""Complete a prompt, and write the tree of every step as a page, as Graphviz DOT and as a trace.
+"""Complete a prompt, and write the tree of every step as a page and as a trace.
 
     python examples/draw_trees.py --output trees
-    dot -Tsvg -O trees/trees.dot
 
 `dyntree show` does the same from the command line. This is for an engine that you have already.
 """
@@ -17,7 +16,6 @@ from dyntree_plugin import pair
 from dyntree_plugin.commands.show import page
 from dyntree_plugin.commands.show.generation import save
 from dyntree_plugin.commands.show.record import complete
-from dyntree_plugin.commands.show.text import as_dot
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -46,7 +44,6 @@ def main(arguments: list[str] | None = None) -> None:
 
     given.output.mkdir(parents=True, exist_ok=True)
     (given.output / "trees.html").write_text(page.render(generation), "utf-8")
-    (given.output / "trees.dot").write_text(as_dot(generation, generation.steps), "utf-8")
     save(generation, given.output / "trees.json")
     for number, step in enumerate(generation.steps, start=1):
         text = "".join(map(generation.text, step.emitted))

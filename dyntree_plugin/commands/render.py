@@ -1,4 +1,4 @@
-"""Draw a verified tree, as a renderable of rich or as Graphviz DOT."""
+"""Draw a verified tree in a terminal, as a renderable of rich."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ _GUIDE_WIDTHS = (4, 3, 2, 1)
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """How to show nodes of a source: a ``mark`` after their numbers, and its colours in a terminal
-    and in Graphviz. In legends ``about`` follows the mark."""
+    """How to show nodes of a source: a ``mark`` after their numbers, and its colour. In legends
+    ``about`` follows the mark."""
 
     mark: str
     about: str
     colour: str
-    dot_colour: str
 
 
 _LOOKS: dict[Source, _Look] = {
-    "draft": _Look("draft", "", "yellow", "goldenrod"),
-    "look_up": _Look("look-up", " in the text so far", "magenta", "purple"),
-    "both": _Look("both", ": look-up, and scored by the draft", "red", "crimson"),
+    "draft": _Look("draft", "", "yellow"),
+    "look_up": _Look("look-up", " in the text so far", "magenta"),
+    "both": _Look("both", ": look-up, and scored by the draft", "red"),
 }
 
 
@@ -157,39 +156,6 @@ def _legend(sources: Sequence[Source]) -> Text:
     return Text("   ").join(parts)
 
 
-def dot(
-    step: TreeStep, text: Detokenise, name: str = "tree", sources: Sequence[Source] = ()
-) -> str:
-    """Return the whole tree in Graphviz's language, with accepted nodes filled.
-
-    ``name``: of the graph, an identifier of that language. ``sources``: of all shown trees. If
-    there are several, every node shows its source.
-    """
-    accepted = set(step.accepted)
-    end = step.accepted[-1] if step.accepted else -1
-    lines = [
-        f"digraph {name} {{",
-        "  node [shape=box, style=rounded, fontname=monospace];",
-        f"  root [label={_quoted(text(step.root_token))}, penwidth=2];",
-    ]
-    for node, token in enumerate(step.tokens):
-        numbers = f"\\n{_chance(step.probability(node))}  {_chance(step.value(node))}"
-        colour = ""
-        if len(sources) > 1:
-            of_source = _LOOKS[step.sources[node]]
-            numbers += f"\\n{of_source.mark}"
-            colour = f", color={of_source.dot_colour}"
-        label = _quoted(text(token), numbers)
-        look = ', style="rounded,filled", fillcolor=lightgrey, penwidth=2'
-        lines.append(f"  n{node} [label={label}{colour}{look if node in accepted else ''}];")
-    lines.append(f"  bonus [label={_quoted(text(step.bonus_token))}, style=dashed];")
-    for node, parent in enumerate(step.parents):
-        look = " [penwidth=2]" if node in accepted else ""
-        lines.append(f"  {_name(parent)} -> n{node}{look};")
-    lines.append(f"  {_name(end)} -> bonus [style=dashed];")
-    return "\n".join([*lines, "}", ""])
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """A ``node`` to draw below ``parent``; if it is None, the siblings that are ``left_out``."""
@@ -253,13 +219,3 @@ def _label(step: TreeStep, node: int, text: Detokenise) -> Text:
 
 def _chance(probability: float) -> str:
     return "<0.001" if probability < 0.001 else f"{probability:.3f}"
-
-
-def _quoted(text: str, suffix: str = "") -> str:
-    # Graphviz reads &lt; as HTML does.
-    label = visible(text).replace("\\", "\\\\").replace('"', '\\"').replace("&", "&amp;")
-    return f'"{label}{suffix}"'
-
-
-def _name(node: int) -> str:
-    return "root" if node < 0 else f"n{node}"

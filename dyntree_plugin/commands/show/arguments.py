@@ -9,7 +9,7 @@ import typer
 
 from dyntree_plugin.commands.vocabulary import option, shared
 
-Format = Literal["terminal", "dot", "html"]
+Format = Literal["terminal", "html"]
 
 Prompt = Annotated[
     str | None, typer.Argument(help="Text to complete.", show_default="held-out Python code")
@@ -30,7 +30,7 @@ GivenFormat = Annotated[
     option(
         "--format",
         "FORMAT",
-        "What to draw for: a terminal, Graphviz (dot), or a browser (html).",
+        "What to draw for: a terminal, or a browser (html).",
         show_default="what the suffix of --output says, or else terminal",
     ),
 ]
@@ -40,7 +40,7 @@ Step = Annotated[
     option(
         "--step",
         "N",
-        "Draw only this step, counted from 1; for terminal and dot.",
+        "Draw only this step, counted from 1; for a terminal.",
         min=1,
         show_default="every step",
     ),

@@ -1,4 +1,4 @@
-"""`dyntree show`: draw the trees of a completion in a terminal, as Graphviz DOT, or as a page."""
+"""`dyntree show`: draw the trees of a completion in a terminal, or as a page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dyntree_plugin.commands.paths import check_new_file, read_text
 from dyntree_plugin.commands.show import arguments, page
 from dyntree_plugin.commands.show.arguments import Format
 from dyntree_plugin.commands.show.generation import Generation, load, save
-from dyntree_plugin.commands.show.text import as_dot, as_text
+from dyntree_plugin.commands.show.text import as_text
 from dyntree_plugin.commands.start import (
     announcing,
     fetch,
@@ -32,8 +32,6 @@ from dyntree_plugin.commands.vocabulary import given
 _BY_SUFFIX: dict[str, Format] = {
     ".html": "html",
     ".htm": "html",
-    ".dot": "dot",
-    ".gv": "dot",
     ".txt": "terminal",
     "": "terminal",
 }
@@ -62,7 +60,7 @@ def show(
     saved: arguments.SavedTrace = None,
     verbose: common.Verbose = False,
 ) -> None:
-    """Show the tree of every step of a completion: in the terminal, as DOT, or as a page.
+    """Show the tree of every step of a completion: in the terminal, or as a page.
 
     A tree shows its tokens with their estimated probabilities, which of them were accepted, and
     the bonus token.
@@ -73,7 +71,7 @@ def show(
     """
     form = given_format or _form_of(output)
     if step is not None and form == "html":
-        raise typer.BadParameter("--step is for --format terminal or dot: a page has all steps")
+        raise typer.BadParameter("--step is for --format terminal: a page has all steps")
     if saved is not None:
         _refuse_settings(context)
     with reasons.exit_on_mistake("dyntree show"):
@@ -179,12 +177,7 @@ def _write(generation: Generation, form: Format, output: Path | None, step: int 
     if form == "terminal" and output is None:
         as_text(generation, steps, Console(highlight=False))
         return
-    if form == "html":
-        text = page.render(generation)
-    elif form == "dot":
-        text = as_dot(generation, steps)
-    else:
-        text = as_text(generation, steps)
+    text = page.render(generation) if form == "html" else as_text(generation, steps)
     if output is None:
         sys.stdout.write(text)
     else:

@@ -1,4 +1,4 @@
-"""Write a generation's trees as text: for a terminal, or as Graphviz DOT."""
+"""Write a generation's trees as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from dyntree_plugin.commands.render import dot, step_panel
+from dyntree_plugin.commands.render import step_panel
 from dyntree_plugin.commands.show.generation import Generation
 from dyntree_plugin.tree.step import TreeStep
 
@@ -25,12 +25,3 @@ def as_text(
         before = generation.context(step)
         to.print(step_panel(step, before, generation.text, title, generation.sources))
     return file.getvalue()
-
-
-def as_dot(generation: Generation, steps: Sequence[TreeStep]) -> str:
-    """Return one graph per step, named ``step1`` and so on."""
-    return "\n".join(
-        dot(step, generation.text, f"step{number}", generation.sources)
-        for step in steps
-        for number in [generation.steps.index(step) + 1]
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import io
 import math
 import re
@@ -18,7 +17,6 @@ from dyntree_plugin.commands.demo.screen import code
 from dyntree_plugin.commands.render import (
     MAX_SIBLINGS,
     Detokenise,
-    dot,
     meaning,
     rich_tree,
     step_panel,
@@ -158,29 +156,12 @@ def test_every_node_shows_its_source_if_the_trees_have_several() -> None:
     assert re.split("   ", legend) == [meaning(source) for source in SOURCES]
 
 
-def test_dot_has_every_node_and_edge_and_fills_the_accepted() -> None:
-    source = dot(STEP, name)
-    edges = set(re.findall(r"(\w+) -> (\w+)", source))
-    assert edges == {
-        *(("root" if p < 0 else f"n{p}", f"n{node}") for node, p in enumerate(STEP.parents)),
-        ("n3", "bonus"),
-    }
-    filled = re.findall(r"^  (n\d+) \[.*filled", source, re.MULTILINE)
-    assert filled == ["n0", "n3"]
-
-
 @settings(deadline=None)
 @given(st.text(max_size=30) | st.sampled_from(ODD))
 def test_any_text_of_a_token_is_a_label_and_nothing_else(token: str) -> None:
     def text(_: int) -> str:
         return token
 
-    source = dot(STEP, text)
-    assert source.replace("\n", "").isprintable()
-    labels = re.findall(r'label="((?:[^"\\]|\\.)*)"', source)
-    assert len(labels) == len(STEP.tokens) + 2
-    root = labels[0].replace('\\"', '"').replace("\\\\", "\\")
-    assert html.unescape(root) == visible(token), "Graphviz decodes HTML entities"
     to, file = console(terminal=False, width=400)
     to.print(step_panel(STEP, token, text))
     assert file.getvalue().replace("\n", "").isprintable()

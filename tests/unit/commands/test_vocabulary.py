@@ -181,7 +181,7 @@ def completed(*words: str) -> list[str]:
     [
         (("demo", "--method", ""), ["draft_model", "eagle3", "eagle", "mtp", "dflash"]),
         (("tune", "--dtype", "b"), ["bfloat16"]),
-        (("show", "--format", ""), ["terminal", "dot", "html"]),
+        (("show", "--format", ""), ["terminal", "html"]),
         (("bench", "serve", "--prompts", ""), [*prompts.NAMES]),
     ],
 )

@@ -44,7 +44,7 @@ show text --from object.json → --from draws a saved trace: leave out prompt
 show --from trace.txt --nodes 8 --seed 1 → --from draws a saved trace: leave out --nodes, --seed
 show --from trace.txt --output trace.txt → --output 'trace.txt' would overwrite the trace of --from
 show text --output tree.png → --output 'tree.png': the suffix must be one of .html
-show --step 1 --format html → --step is for --format terminal or dot
+show --step 1 --format html → --step is for --format terminal
 show --target a --draft b → give a prompt for these models
 show --method eagle text → the embedded target has no EAGLE head
 show text --output folder → --output 'folder' is a folder: give a file
