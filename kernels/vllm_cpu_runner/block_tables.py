@@ -71,7 +71,7 @@ def gather_block_tables(
 
 @implements(
     "block_table._compute_slot_mappings_kernel",
-    "max_num_tokens dcp_sharded cp_rank CP_INTERLEAVE",
+    "max_num_tokens dcp_sharded cp_rank CP_INTERLEAVE TRITON_BLOCK_SIZE",
 )
 @compiled
 def compute_slot_mappings(

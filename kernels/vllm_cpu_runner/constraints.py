@@ -31,7 +31,7 @@ def _mask_stop_tokens(logits, stop_ids, restore):
                 logits[stop_ids[i]] = saved[i]
 
 
-@implements("sample.logit_bias._bias_kernel", "vocab_size")
+@implements("sample.logit_bias._bias_kernel", "vocab_size LOGITS_BLOCK_SIZE")
 @compiled
 def bias(
     logits, expanded_idx_mapping, num_allowed_token_ids, allowed_token_ids, num_logit_bias,

@@ -11,7 +11,7 @@ from vllm_cpu_runner.arrays import numpys, optional
 from vllm_cpu_runner.registry import implements
 
 
-@implements("input_batch._prepare_prefill_inputs_kernel", "num_lookahead")
+@implements("input_batch._prepare_prefill_inputs_kernel", "num_lookahead LOOKAHEAD_BLOCK")
 @compiled
 def prepare_prefill_inputs(
     input_ids, next_prefill_tokens, idx_mapping, query_start_loc, all_token_ids, prefill_lens,

@@ -10,7 +10,7 @@ from dyntree_kernels.cpu.compiled import compiled
 from vllm_cpu_runner.registry import implements
 
 
-@implements("sample.logprob._topk_log_softmax_kernel", "topk vocab_size")
+@implements("sample.logprob._topk_log_softmax_kernel", "topk vocab_size TOPK_BLOCK_SIZE")
 def topk_log_softmax(output: torch.Tensor, logits: torch.Tensor, topk_ids: torch.Tensor) -> None:
     logits = logits.to(torch.float32)
     row_max = logits.amax(1, keepdim=True)

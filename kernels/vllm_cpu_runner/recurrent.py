@@ -14,7 +14,7 @@ from vllm_cpu_runner.arrays import int32_pointer
 from vllm_cpu_runner.registry import implements
 
 STATES = "vllm.v1.worker.mamba_utils."
-_UNUSED = "state_dim_row_count HAS_IDX_MAPPING TEMPORAL_TILES"
+_UNUSED = "state_dim_row_count HAS_IDX_MAPPING TEMPORAL_TILES COPY_BLOCK_SIZE"
 
 
 @implements("model_states.mamba_hybrid._scatter_num_accepted_kernel")

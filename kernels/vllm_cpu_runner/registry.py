@@ -17,8 +17,9 @@ import torch
 
 RUNNER = "vllm.v1.worker.gpu."
 
-_OF_LAUNCHES = re.compile(r".*_stride(_?\d|_req)?|(\w+_)?BLOCK(_SIZE)?|PADDED_\w+")
-"""Arguments that only say how a GPU walks through the tensors."""
+_OF_LAUNCHES = re.compile(r".*_stride(_?\d|_req)?|BLOCK_SIZE|PADDED_\w+")
+"""Arguments that only say how a GPU walks through the tensors. A block with a longer name may be of
+a cache, so it has to be taken or ignored by name."""
 
 
 class Implementation:
