@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from benchmarks.pair import models
 from dyntree_plugin import pair
-from dyntree_plugin.pair import models
 
 DRAFT_VOCABULARY = 512
 

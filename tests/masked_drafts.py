@@ -13,8 +13,8 @@ from pathlib import Path
 import heads
 import torch
 
+from benchmarks.pair import models
 from dyntree_plugin import pair
-from dyntree_plugin.pair import models
 
 LENGTH = 5
 MASK = 3

@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 from benchmarks.acceptance.drafting import Grown
 from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.texts import Prompts
+from benchmarks.acceptance.traversal import traverse
 from dyntree_kernels.ancestors import ancestor_bits
 from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform
 from dyntree_plugin.tree.papers.drawn import DrawnRule, draw
 from dyntree_plugin.tree.perturb import perturb_on
 from dyntree_plugin.tree.token_tree import Accepted, TokenTree
-from dyntree_plugin.tree.traversal import traverse
 
 
 class Verifier(Protocol):

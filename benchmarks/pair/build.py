@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.pair import evaluate, train
-from dyntree_plugin.pair import corpus, models, provenance
+from benchmarks.pair import evaluate, models, train
+from benchmarks.pair.corpus import is_test, training_sources
+from dyntree_plugin.pair import corpus, provenance
 
 EVALUATION_PROMPTS = 48
 
@@ -35,8 +36,8 @@ def build(
     number of threads give the same weights.
     """
     started = time.monotonic()
-    sources = corpus.training_sources(root)
-    tokenizer = models.new_tokenizer([s.text for s in sources if not s.is_test], recipe.vocabulary)
+    sources = training_sources(root)
+    tokenizer = models.new_tokenizer([s.text for s in sources if not is_test(s)], recipe.vocabulary)
     tokens = train.tokenize(sources, tokenizer)
     if checkpoints is not None:
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -96,7 +97,7 @@ def add_draft(
     started = time.monotonic()
     target = models.load(pair / "target")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(pair / "target")
-    sources = corpus.training_sources(root)
+    sources = training_sources(root)
     tokens = train.tokenize(sources, tokenizer)
     if text.library_share < 1 and len(tokens.tests) <= 2 * text.length:
         raise ValueError(

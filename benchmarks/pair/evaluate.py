@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.pair.block import Block
+from benchmarks.pair.models import continue_rows
 from benchmarks.pair.train import token_stream
-from dyntree_plugin.pair.models import continue_rows
 from dyntree_plugin.tune.eagle import Head, read_target
 
 

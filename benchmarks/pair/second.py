@@ -8,9 +8,8 @@ from typing import Any
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.pair import evaluate, train
+from benchmarks.pair import evaluate, models, train
 from benchmarks.pair.build import add_draft, of_text
-from dyntree_plugin.pair import models
 
 NAME = "second_draft"
 

@@ -17,16 +17,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.pair.corpus import is_test
+from benchmarks.pair.models import DRAFT, TARGET, continue_rows, new_model
 from dyntree_plugin.pair.corpus import Source
-from dyntree_plugin.pair.models import (
-    DRAFT,
-    TARGET,
-    Model,
-    Shape,
-    continue_rows,
-    in_dtype,
-    new_model,
-)
+from dyntree_plugin.pair.models import Model, Shape, in_dtype
 from dyntree_plugin.tune.optimize import (
     Batch,
     Checkpoint,
@@ -76,8 +70,8 @@ class Tokens:
 
 
 def tokenize(sources: Sequence[Source], tokenizer: PreTrainedTokenizerFast) -> Tokens:
-    library = [source.text for source in sources if not source.is_test]
-    tests = [source.text for source in sources if source.is_test]
+    library = [source.text for source in sources if not is_test(source)]
+    tests = [source.text for source in sources if is_test(source)]
     return Tokens(token_stream(library, tokenizer), token_stream(tests, tokenizer))
 
 

@@ -13,13 +13,13 @@ from transformers import LlamaForCausalLM
 from benchmarks.pair import evaluate, train
 from benchmarks.pair.block import Block, block_config, load_block, new_block, save_block
 from benchmarks.pair.build import add_draft, of_text
-from dyntree_plugin.pair import models
+from dyntree_plugin.pair.models import Shape, in_dtype
 from dyntree_plugin.tune.eagle import OfTarget, read_target
 from dyntree_plugin.tune.optimize import Batch, Schedule
 
 NAME = "dflash"
 
-BLOCK = models.Shape(hidden=256, intermediate=416, layers=2, heads=8, kv_heads=4)
+BLOCK = Shape(hidden=256, intermediate=416, layers=2, heads=8, kv_heads=4)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class BlockRecipe:
     text: train.Recipe = field(
         default_factory=lambda: train.Recipe(written_rows=1024, written_share=0.5, seed=30)
     )
-    block: models.Shape = BLOCK
+    block: Shape = BLOCK
     layers: tuple[int, ...] = (1, 3, 5)
     block_size: int = 8
     roots: int = 20
@@ -60,7 +60,7 @@ def train_block(
     checkpoint: Path | None = None,
 ) -> Block:
     """The draft, in fp32. `written` and `checkpoint` are those of `train.distil_draft`."""
-    teacher, of_target = models.in_dtype(target, torch.bfloat16), OfTarget.of(target)
+    teacher, of_target = in_dtype(target, torch.bfloat16), OfTarget.of(target)
     config = block_config(target.config, recipe.block, recipe.layers, recipe.block_size)
     block = new_block(config, of_target.embedding, of_target.norm, recipe.text.seed + 2)
 

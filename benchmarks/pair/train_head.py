@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.pair import evaluate, train
 from benchmarks.pair.build import add_draft, of_text
-from dyntree_plugin.pair import models
+from dyntree_plugin.pair.models import Shape, in_dtype
 from dyntree_plugin.tune import head as tune
 from dyntree_plugin.tune.eagle import (
     Head,
@@ -27,7 +27,7 @@ from dyntree_plugin.tune.optimize import Batch, Schedule
 
 NAME = "eagle3"
 
-HEAD = models.Shape(hidden=256, intermediate=704, layers=1, heads=8, kv_heads=4)
+HEAD = Shape(hidden=256, intermediate=704, layers=1, heads=8, kv_heads=4)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class HeadRecipe:
     text: train.Recipe = field(
         default_factory=lambda: train.Recipe(written_rows=1024, written_share=0.5, seed=20)
     )
-    head: models.Shape = HEAD
+    head: Shape = HEAD
     layers: tuple[int, ...] = (1, 3, 5)
     vocabulary: int = 512
     steps: int = 5
@@ -68,7 +68,7 @@ def train_head(
     checkpoint: Path | None = None,
 ) -> Head:
     """The head, in fp32. `written` and `checkpoint` are those of `train.distil_draft`."""
-    teacher = models.in_dtype(target, torch.bfloat16)
+    teacher = in_dtype(target, torch.bfloat16)
     config = head_config(target.config, recipe.head, recipe.layers, recipe.vocabulary)
     kept = frequent_tokens(tokens, written, recipe, target.config.vocab_size)
     head = new_head(config, kept, OfTarget.of(target), recipe.text.seed + 2)

@@ -22,15 +22,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from benchmarks.pair.models import continue_rows
 from benchmarks.serve import hybrid_shapes
-from dyntree_plugin.pair.models import Shape, continue_rows
+from dyntree_plugin.pair.models import Shape
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
-# Heads keep the 32 channels of the embedded target, on which the angles of its position encoding
-# depend; there are as many more of them as makes the projections and the KV cache those of the
-# real model: 64 heads of 32 channels for the 32 heads of 64 of Llama-3.2-1B.
+# Heads keep the 32 channels of the embedded target, on which its position encoding depends. Their
+# number makes projections and KV cache the real model's: 64 of 32 channels for Llama-1B's 32 of 64.
 SHAPES = {
     "llama-1b": Shape(hidden=2048, intermediate=8192, layers=16, heads=64, kv_heads=16),
     "llama-3b": Shape(hidden=3072, intermediate=8192, layers=28, heads=96, kv_heads=32),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import random
-import re
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,12 +23,6 @@ HELD_OUT: tuple[str, ...] = (
 SHORTEST_DOCSTRING = 150
 """Fewest characters of a docstring that is long enough to be gone on with."""
 
-# Not library code: packages installed beside it, tables of code points, generated help text.
-_SKIPPED_DIRECTORIES = frozenset(
-    {"site-packages", "dist-packages", "__pycache__", "lib-dynload", "encodings", "pydoc_data"}
-)
-_TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test", "turtledemo"})
-
 
 @dataclass(frozen=True)
 class Source:
@@ -38,37 +31,10 @@ class Source:
     name: str
     text: str
 
-    @property
-    def is_test(self) -> bool:
-        return not _TEST_DIRECTORIES.isdisjoint(self.name.split("/")[:-1])
-
 
 def library_root() -> Path:
     """Return the folder of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
-
-
-def is_held_out(name: str) -> bool:
-    """Return whether the file `name` belongs to a held-out module, its tests or its helpers.
-
-    Any path component with a held-out module's name as one of its words counts, as in
-    `test/test_cmd_line.py` for `cmd`: too much is excluded rather than too little.
-    """
-    words = re.split(r"[/_.\-]+", name)
-    return not set(HELD_OUT).isdisjoint(words)
-
-
-def training_sources(root: Path | None = None) -> list[Source]:
-    """Return every file to train on, in a fixed order."""
-    root = library_root() if root is None else root
-    names = (path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    wanted = sorted(
-        name
-        for name in names
-        if _SKIPPED_DIRECTORIES.isdisjoint(name.split("/")) and not is_held_out(name)
-    )
-    sources = (_read(root, name) for name in wanted)
-    return [source for source in sources if source is not None and source.text]
 
 
 def held_out_sources(root: Path | None = None) -> list[Source]:
@@ -76,7 +42,7 @@ def held_out_sources(root: Path | None = None) -> list[Source]:
     root = library_root() if root is None else root
     sources = []
     for module in HELD_OUT:
-        source = _read(root, f"{module}.py")
+        source = read(root, f"{module}.py")
         if source is None:
             raise ValueError(f"root={str(root)!r} holds no readable {module}.py")
         sources.append(source)
@@ -164,7 +130,7 @@ def _spans(text: str, low: int, high: int, generator: random.Random) -> list[str
     return found
 
 
-def _read(root: Path, name: str) -> Source | None:
+def read(root: Path, name: str) -> Source | None:
     """Read the file `name`; return None if it does not exist or is not UTF-8."""
     try:
         return Source(name, (root / name).read_text(encoding="utf-8"))

@@ -1,6 +1,23 @@
 """Verification of drawn trees and chains by traversal: what its kernels share.
 
-`tree/traversal.py` of the plugin has the rule of verification, and says where it comes from.
+Source: Weng et al., "Traversal Verification for Speculative Tree Decoding" (arXiv 2505.12398); on
+a chain it is block verification (Sun et al., arXiv 2403.10444, algorithm 2). Notation: p is the
+target's distribution after a node, q what the next child below the node is drawn from: the
+draft's distribution without the children drawn before it.
+
+Every node has a ratio r, 1 at the root. A child z drawn from q has the ratio min(1, r p(z) / q(z)).
+If no node of its subtree is accepted, the residual max(r p - q, 0) of mass m is left to the parent:
+its ratio becomes m / (m + 1 - r), and p the residual over m. Nodes are tried in the order children
+before parents, earlier children first. Each is accepted with the chance of its last ratio, the root
+always. The first one accepted ends the path, and the next token is drawn from its last p.
+
+A new last child of a node changes the distribution of the output only by what it draws: on average
+over its token, the distribution stays. So the output follows the target's distribution for every
+tree of which each draw was decided on before its token was known, in whatever order branches grew:
+by static shapes, by values of the tokens drawn so far, and by a budget that all branches share.
+`tests/unit/tree/papers/test_traversal.py` enumerates all of them. No part of the noise may
+have been used before: what was rejected depends on it.
+
 Outside the tokens of a draft's distribution, a residual is the target's distribution times one
 number. So a kernel reads a row of logits whole to add it up, and to draw the last token.
 """

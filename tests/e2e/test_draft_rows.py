@@ -21,8 +21,8 @@ from random_targets import WINDOWED, gemma4_assistant, random_target
 from slow import marked
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.pair import models
 from dyntree_plugin import pair
-from dyntree_plugin.pair import models
 
 pytestmark = pytest.mark.e2e
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from benchmarks.pair.corpus import training_sources
 from dyntree_plugin import pair
-from dyntree_plugin.pair.corpus import training_sources
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

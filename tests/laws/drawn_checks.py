@@ -12,13 +12,13 @@ from typing import ClassVar
 import pytest
 import torch
 
+from benchmarks.acceptance.traversal import traverse
 from dyntree_kernels.contracts import BatchRows, DraftLaws
 from dyntree_kernels.cpu.gumbel import gumbel_noise
 from dyntree_kernels.drawn import DecideTrees, DrawnTrees
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING
 from dyntree_plugin.tree.noise import uniform
 from dyntree_plugin.tree.papers.drawn import draw
-from dyntree_plugin.tree.traversal import traverse
 
 NODES, LEAD, REQUESTS, OFFERED = 7, 5, 14, 20
 """Most nodes of a tree, rows of the batch that have no logits, requests, and most tokens of a

@@ -11,7 +11,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.acceptance.models import load
 from benchmarks.acceptance.texts import Prompts
-from dyntree_plugin.pair.models import Shape, new_model
+from benchmarks.pair.models import new_model
+from dyntree_plugin.pair.models import Shape
 
 VOCABULARY = 40
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """Draw the children of draft rows, and verify the trees of these children by traversal.
 
-`tree/traversal.py` of the plugin has the rule of verification, and says where it comes from.
+`dyntree_kernels.drawn` has the rule of verification, and says where it comes from.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"

@@ -11,9 +11,9 @@ from blocks import PlainBlock
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.pair import block as dflash
-from benchmarks.pair import evaluate, train_block
+from benchmarks.pair import evaluate, models, train_block
 from dyntree_plugin import pair
-from dyntree_plugin.pair import corpus, models
+from dyntree_plugin.pair import corpus
 from dyntree_plugin.tune.eagle import OfTarget, read_target
 
 TEXT = torch.randint(1024, (1, 40), generator=torch.Generator().manual_seed(3))

@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from benchmarks.pair import block as dflash
-from benchmarks.pair import evaluate, train, train_block, train_head
+from benchmarks.pair import evaluate, models, train, train_block, train_head
 from benchmarks.pair.build import build
+from benchmarks.pair.corpus import training_sources
 from benchmarks.pair.second import add_second_draft
 from dyntree_plugin import pair
-from dyntree_plugin.pair import corpus, models
+from dyntree_plugin.pair import corpus
+from dyntree_plugin.pair.models import Shape
 from dyntree_plugin.tune import eagle
 
 if TYPE_CHECKING:
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 TOY = train.Recipe(
     vocabulary=300,
     length=16,
-    target=models.Shape(hidden=32, intermediate=32, layers=2, heads=1, kv_heads=1),
-    draft=models.Shape(hidden=16, intermediate=16, layers=1, heads=1, kv_heads=1),
+    target=Shape(hidden=32, intermediate=32, layers=2, heads=1, kv_heads=1),
+    draft=Shape(hidden=16, intermediate=16, layers=1, heads=1, kv_heads=1),
     target_schedule=train.Schedule(steps=6, peak=5e-3, rows=2, warmup=1),
     draft_schedule=train.Schedule(steps=6, peak=5e-3, rows=2, warmup=1),
     written_rows=5,
@@ -85,7 +87,7 @@ def test_both_models_share_one_tokenizer_that_restores_any_text(
 
 def test_training_never_sees_a_held_out_module_or_its_tests() -> None:
     assert pair.provenance()["held_out"] == list(corpus.HELD_OUT)
-    sources = corpus.training_sources()
+    sources = training_sources()
     assert sources
     stems = {Path(source.name).stem for source in sources}
     for module in corpus.HELD_OUT:
@@ -95,7 +97,7 @@ def test_training_never_sees_a_held_out_module_or_its_tests() -> None:
 
 
 def test_held_out_files_are_left_out_wherever_the_library_lies(library: Path) -> None:
-    names = [source.name for source in corpus.training_sources(library)]
+    names = [source.name for source in training_sources(library)]
     assert names == ["abc.py", "copy.py", "keyword.py", "test/test_contextlib.py"]
     # Control: the files exist, and only the rule excludes them.
     assert (library / "test" / "test_heapq.py").exists()
@@ -210,7 +212,7 @@ def test_a_toy_draft_is_added_beside_the_first(name: str, library: Path, tmp_pat
 
 
 def test_training_is_repeatable_and_depends_on_the_seed(library: Path) -> None:
-    sources = corpus.training_sources(library)
+    sources = training_sources(library)
     tokenizer = models.new_tokenizer([source.text for source in sources], TOY.vocabulary)
     tokens = train.tokenize(sources, tokenizer)
 

@@ -11,14 +11,15 @@ import torch
 from torch.nn.functional import silu
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.pair import evaluate, train_head
+from benchmarks.pair import evaluate, models, train_head
 from dyntree_plugin import pair
-from dyntree_plugin.pair import corpus, models
+from dyntree_plugin.pair import corpus
+from dyntree_plugin.pair.models import Shape, in_dtype
 from dyntree_plugin.tune import eagle
 
 LAYERS = (0, 1, 3)
 LENGTH, STEPS = 12, 5
-SHAPE = models.Shape(hidden=32, intermediate=48, layers=1, heads=4, kv_heads=2, head_dim=8)
+SHAPE = Shape(hidden=32, intermediate=48, layers=1, heads=4, kv_heads=2, head_dim=8)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +189,7 @@ def test_a_head_reads_the_streams_before_layers(target: LlamaForCausalLM) -> Non
 
 
 def test_a_stored_head_is_read_back(head: eagle.Head, tmp_path: Path) -> None:
-    eagle.save_head(models.in_dtype(head, torch.bfloat16), tmp_path)
+    eagle.save_head(in_dtype(head, torch.bfloat16), tmp_path)
     again = eagle.load_head(tmp_path)
     assert torch.equal(again.tokens, head.tokens)
     assert again.layers == LAYERS

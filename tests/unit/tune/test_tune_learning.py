@@ -10,14 +10,15 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from dyntree_plugin.pair import models
+from benchmarks.pair import models
+from dyntree_plugin.pair.models import Shape, in_dtype
 from dyntree_plugin.tune import fit, losses, optimize, teach
 from dyntree_plugin.tune.fit import Machine
 from dyntree_plugin.tune.optimize import Checkpoint, Schedule
 from dyntree_plugin.tune.shards import TOP, WEIGHTS, Sample, Shards, save_tensors
 
 VOCABULARY = 97
-SHAPE = models.Shape(hidden=32, intermediate=32, layers=2, heads=2, kv_heads=1, head_dim=16)
+SHAPE = Shape(hidden=32, intermediate=32, layers=2, heads=2, kv_heads=1, head_dim=16)
 CPU = Machine(None, torch.float32)
 
 
@@ -150,7 +151,7 @@ def test_the_gradient_is_that_of_the_whole_batch_however_it_is_shared(shards: Sh
         batches: Iterator[optimize.Batch] = fit.epochs(shards, 6, 0)
         optimize.optimize(
             draft, batches, fit.draft_loss, Schedule(1, 1e-2, warmup=1),
-            copies=[models.in_dtype(draft, torch.float32) for _ in range(copies)],
+            copies=[in_dtype(draft, torch.float32) for _ in range(copies)],
             optimizers=lambda m: [torch.optim.SGD(m.parameters())],
         )  # fmt: skip
         return weights(draft)

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from dyntree_plugin.pair import models
+from benchmarks.pair import models
+from dyntree_plugin.pair.models import Shape
 from dyntree_plugin.tree.perturb import perturb_on
 from dyntree_plugin.tune import eagle, teach, unknown
 from dyntree_plugin.tune.shards import Sample, Shards, save_tensors
 
 CPU = torch.device("cpu")
-SHAPE = models.Shape(hidden=32, intermediate=32, layers=2, heads=2, kv_heads=1, head_dim=16)
+SHAPE = Shape(hidden=32, intermediate=32, layers=2, heads=2, kv_heads=1, head_dim=16)
 
 
 @pytest.fixture(scope="module")

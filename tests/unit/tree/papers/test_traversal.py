@@ -33,11 +33,11 @@ from test_exactness import (
     shape,
 )
 
-from dyntree_plugin.tree import traversal
+from benchmarks.acceptance import traversal
+from benchmarks.acceptance.traversal import Traversal, traverse
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.papers.without_replacement import next_draw_law
 from dyntree_plugin.tree.registry import plan_growth
-from dyntree_plugin.tree.traversal import Traversal, traverse
 
 DRAWN = [case for case in CASES if plan_growth(*case[:2]).sampling == WR]
 STATIC = (GrowthConfig("expansion", (2, 1), sampling=WR), shape(4, 2, 1, 2), 3)

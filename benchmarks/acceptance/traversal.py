@@ -1,22 +1,6 @@
 """Verify a tree that was drawn from the draft as a whole, from its leaves up.
 
-Source: Weng et al., "Traversal Verification for Speculative Tree Decoding" (arXiv 2505.12398); on
-a chain it is block verification (Sun et al., arXiv 2403.10444, algorithm 2). Notation: p is the
-target's distribution after a node, q what the next child below the node is drawn from: the
-draft's distribution without the children drawn before it.
-
-Every node has a ratio r, 1 at the root. A child z drawn from q has the ratio min(1, r p(z) / q(z)).
-If no node of its subtree is accepted, the residual max(r p - q, 0) of mass m is left to the parent:
-its ratio becomes m / (m + 1 - r), and p the residual over m. Nodes are tried in the order children
-before parents, earlier children first. Each is accepted with the chance of its last ratio, the root
-always. The first one accepted ends the path, and the next token is drawn from its last p.
-
-A new last child of a node changes the distribution of the output only by what it draws: on average
-over its token, the distribution stays. So the output follows the target's distribution for every
-tree of which each draw was decided on before its token was known, in whatever order branches grew:
-by static shapes, by values of the tokens drawn so far, and by a budget that all branches share.
-`tests/unit/tree/papers/test_traversal.py` enumerates all of them. All noise comes from the caller.
-No part of it may have been used before: what was rejected depends on it.
+`dyntree_kernels.drawn` has the rule and its source. All noise comes from the caller.
 """
 
 from __future__ import annotations
