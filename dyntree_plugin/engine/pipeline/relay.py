@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pp_utils import PPHandler, compute_need_sampled_mask
 
 from dyntree_plugin.engine.step.trees import PlacedTrees
+from dyntree_plugin.tree.shape import TreeShape
 
 
 @dataclass(frozen=True)
@@ -91,15 +92,6 @@ class _Pending:
     generation: np.ndarray[Any, Any]
 
 
-class Sizes(Protocol):
-    """The part of a plan's shape that sizes a message."""
-
-    @property
-    def node_budget(self) -> int: ...
-    @property
-    def max_depth(self) -> int: ...
-
-
 class TreeRelay:
     """Sends beside vLLM's `PPHandler`, which sends earlier stages the sampled and draft tokens.
 
@@ -110,7 +102,7 @@ class TreeRelay:
     sooner. What is about requests that were removed meanwhile is left out.
     """
 
-    def __init__(self, handler: PPHandler, shape: Sizes, stages: int) -> None:
+    def __init__(self, handler: PPHandler, shape: TreeShape, stages: int) -> None:
         self._handler = handler
         # A request gets a path and one more token. Since 0.33 vLLM sends no others, and checks it.
         handler.max_sample_len = shape.max_depth + 1
