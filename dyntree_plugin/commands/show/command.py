@@ -16,10 +16,10 @@ from dyntree_plugin.admission import reasons
 from dyntree_plugin.commands import arguments as common
 from dyntree_plugin.commands.engine import Settings
 from dyntree_plugin.commands.paths import check_new_file, read_text
+from dyntree_plugin.commands.render import step_panel
 from dyntree_plugin.commands.show import arguments, page
 from dyntree_plugin.commands.show.arguments import Format
 from dyntree_plugin.commands.show.generation import Generation, load, save
-from dyntree_plugin.commands.show.text import as_text
 from dyntree_plugin.commands.start import (
     announcing,
     fetch,
@@ -35,6 +35,8 @@ _BY_SUFFIX: dict[str, Format] = {
     ".txt": "terminal",
     "": "terminal",
 }
+_WIDTH = 100
+"""Of a drawing in a file, in characters."""
 _OF_TRACES = {"saved", "given_format", "output", "step", "verbose"}
 """Parameters of `show` that go with a saved trace."""
 
@@ -170,15 +172,17 @@ def _write(generation: Generation, form: Format, output: Path | None, step: int 
     steps = generation.steps
     if not steps:
         raise ValueError("there is no tree to draw: the text ended before one was verified")
-    if step is not None:
-        if step > len(steps):
-            raise ValueError(f"--step {step} does not exist: there are {len(steps)} steps")
-        steps = [steps[step - 1]]
-    if form == "terminal" and output is None:
-        as_text(generation, steps, Console(highlight=False))
-        return
-    text = page.render(generation) if form == "html" else as_text(generation, steps)
-    if output is None:
-        sys.stdout.write(text)
-    else:
-        output.write_text(text, "utf-8")
+    if step is not None and step > len(steps):
+        raise ValueError(f"--step {step} does not exist: there are {len(steps)} steps")
+    file = nullcontext(sys.stdout) if output is None else output.open("w", encoding="utf-8")
+    with file as into:
+        if form == "html":
+            into.write(page.render(generation))
+            return
+        plain: dict[str, Any] = {} if output is None else {"width": _WIDTH, "color_system": None}
+        console = Console(file=into, highlight=False, **plain)
+        for number, each in enumerate(steps, start=1):
+            if step in (None, number):
+                title, before = f"Step {number} of {len(steps)}", generation.context(each)
+                shown = step_panel(each, before, generation.text, title, generation.sources)
+                console.print(shown)
