@@ -38,7 +38,7 @@ def served(plain_run: Run) -> Iterator[Served]:
     """
     jobs = {
         PLAIN: (
-            workload.without_tree(),
+            workload.without_tree(**workload.MANY),
             {"all": plain_run, "broken_target": workload.BROKEN_TARGET},
         ),
         **workload.SAME_TOKENS,

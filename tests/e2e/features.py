@@ -196,7 +196,7 @@ def _as_people_ask(number: int) -> Request:
     return Request(PROMPTS[number], params | _ASKED[number % len(_ASKED)])
 
 
-FROM_PEOPLE = [_as_people_ask(n) for n in range(2 * len(_ASKED) * len(_TEMPERATURES))]
+FROM_PEOPLE = [_as_people_ask(n) for n in range(len(_ASKED) * len(_TEMPERATURES))]
 """All that a request can ask for at each temperature, to be served in one batch."""
 
 

@@ -31,7 +31,6 @@ ASKED = [
 LONG = workload.long_each_kind(range(140, 149), 300)
 BREAKABLE = [*workload.each_kind(range(32), max_tokens=24)]
 SAME = [ask(number, "full") for number in range(24)]
-FROM_PEOPLE = features.FROM_PEOPLE[:68]
 
 IDENTICAL = (
     *((engine, "sample") for engine in ("fixed", "adaptive", "head", "look-up")),
@@ -84,21 +83,23 @@ def engines(folders: tuple[str, ...]) -> Engines:
         "adaptive": (
             workload.with_options(),
             {"sample": sample, "by fours": Run(sample.requests[:24], batch=4),
-             "from people": mixed(FROM_PEOPLE)},
+             "from people": mixed(features.FROM_PEOPLE)},
         ),
         "head": (head, {"sample": sample, **long}),
         # The adapters take turns in one place for the weights of one.
         "look-up": (workload.without_draft(budget="fixed") | {"max_loras": 1}, {"sample": sample}),
         "tight": (tight, {"demanding": mixed(workload.DEMANDING, batch=7),
                           "long prompts": mixed(workload.LONG_PROMPTS),
-                          "from people": mixed(FROM_PEOPLE, batch=7)}),
+                          "from people": mixed(features.FROM_PEOPLE, batch=7)}),
     }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def every(engines: Engines) -> Run:
-    """Return all requests, once each."""
-    runs = [run for _, runs in engines.values() for run in runs.values()]
+def every(request: pytest.FixtureRequest, engines: Engines) -> Run:
+    """Return all requests of the engines that are asked for, once each."""
+    asked = [getattr(item, "callspec", None) for item in request.session.items]
+    named = {"fixed", *(spec.params.get("engine") for spec in asked if spec is not None)}
+    runs = [run for name, (_, runs) in engines.items() if name in named for run in runs.values()]
     return Run([*{request.key: request for run in runs for request in run.requests}.values()])
 
 

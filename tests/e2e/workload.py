@@ -41,18 +41,16 @@ EVERYTHING = [
 ]
 random.Random(5).shuffle(EVERYTHING)
 
-BROKEN_TARGET = Run(each_kind(range(48)), sabotage="broken_target")
-
+BROKEN_TARGET = Run(each_kind(range(24)), sabotage="broken_target")
 CONTINUED = Run(
     [Request(r.prompt, r.params, turns=3) for r in each_kind(range(152, 164), max_tokens=40)]
 )
 
 OF_KINDS = {kind: Run([ask(n, kind) for n in range(64)]) for kind in KINDS}
-
 ACCEPTANCE = Run([ask(number, "full") for number in range(64)])
 
 TREE_RUNS: dict[str, Run] = {
-    **OF_KINDS,
+    **{kind: Run(run.requests[:48]) for kind, run in OF_KINDS.items()},
     "batches of 4": Run(each_kind(range(24)), batch=4),
     "batches of 1": Run(each_kind(range(6, 15)), batch=1),
     "cold": Run(long_each_kind(range(140, 152), 300)),
@@ -62,22 +60,21 @@ TREE_RUNS: dict[str, Run] = {
     **LIMITED,
     **DELIVERED,
     "from people": Run(FROM_PEOPLE),
-    "repetitive": Run(OF_PATHS["repetitive"][:64]),
+    "repetitive": Run(OF_PATHS["repetitive"][:48]),
     "mixed": Run(EVERYTHING),
     "aborted": Run(
         each_kind(range(164, 180), max_tokens=124, ignore_eos=True),
         abort_after={0: 1, 3: 2, 5: 3, 6: 3, 11: 5, 15: 7},
     ),
     "after the aborted": Run(each_kind(range(164, 180))),
-    "captured": Run(EVERYTHING[::4], sabotage="captured"),
-    "broken_draft": Run(each_kind(range(48)), sabotage="broken_draft"),
-    "after the broken draft": Run(each_kind(range(48))),
+    "captured": Run(EVERYTHING[::8], sabotage="captured"),
+    "broken_draft": Run(each_kind(range(24)), sabotage="broken_draft"),
+    "after the broken draft": Run(each_kind(range(24))),
     "broken_target": BROKEN_TARGET,
 }
 
-GREEDY_SAMPLE = Run([ask(number, "greedy") for number in range(24)])
-
-SAMPLE = Run([*each_kind(range(12)), *EVERYTHING[::3]])
+GREEDY_SAMPLE = Run(OF_KINDS["greedy"].requests[:24])
+SAMPLE = Run([*each_kind(range(12)), *EVERYTHING[::6]])
 
 
 def _ranked(name: str, requests: list[Request]) -> dict[str, Run]:
@@ -94,12 +91,12 @@ FIXED_RUNS |= {
     **DELIVERED,
     **structures.RUNS,
     **{
-        f"{name} {broken}": Run(OF_PATHS[name][:48], sabotage=broken)
+        f"{name} {broken}": Run(OF_PATHS[name][:24], sabotage=broken)
         for name in ("repetitive", "phrases", "thinking_budget")
         for broken in sabotage.OF_PATHS
     },
-    "tensors": Run(EVERYTHING[::4], sabotage="tensors"),
-    "guesses": Run(EVERYTHING[::4], sabotage="guesses"),
+    "tensors": Run(EVERYTHING[::8], sabotage="tensors"),
+    "guesses": Run(EVERYTHING[::8], sabotage="guesses"),
     "acceptance": ACCEPTANCE,
     "sample": SAMPLE,
     **{name: Run(each_kind(range(32), max_tokens=24), sabotage=name) for name in sabotage.NAMES},
@@ -189,6 +186,8 @@ def _untruncated(requests: list[Request]) -> list[Request]:
 
 
 STEADY = {STEADY_COSTS: True}
+MANY = {"max_num_seqs": 64, "kv_cache_memory_bytes": 256 << 20}
+"""Fewer steps for the engine without trees: its tokens do not depend on the batch."""
 TIGHT = {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24}
 """Prompts come in chunks, and requests are preempted."""
 _DEMANDING = {
@@ -397,4 +396,5 @@ def plain_run(engines: Container[str]) -> Run:
         for run in of_engine.values()
         if run is not BROKEN_TARGET
     )
-    return Run(list({request.key: request for run in runs for request in run.requests}.values()))
+    each = {request.key: request for run in runs for request in run.requests}
+    return Run(list(each.values()), batch=MANY["max_num_seqs"])
