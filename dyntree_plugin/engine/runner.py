@@ -240,6 +240,10 @@ class TreeRunnerMixin(TreeStage):
         logger.info_once("It took %.1f s to measure what steps cost.", time.monotonic() - began)
         self._record = self._new_record()
 
+    def forget_rehearsal(self) -> None:
+        super().forget_rehearsal()
+        self.estimate.forget()
+
     def take_row_cost(self, cost: RowCost) -> None:
         """Give the measured costs to what chooses the budget: here, to the scheduler."""
         self._row_cost = cost

@@ -43,9 +43,9 @@ class TreeStage(AdapterRows):
         """Make what the platform brings to a step."""
         raise NotImplementedError
 
-    def warm_up_kernels(self) -> None:
-        """Compile what the steps run; the model is loaded, the KV cache is not there."""
-        raise NotImplementedError
+    def forget_rehearsal(self) -> None:
+        """Forget the steps that ran before the first request."""
+        self._forget_steps()
 
     def weights_replaced(self, model: str) -> None:
         """Forget what was learned of the weights of ``model``: the target's or the draft's."""
@@ -66,6 +66,9 @@ class TreeStage(AdapterRows):
         if self.pp_handler is not None:
             self.relay = TreeRelay(self.pp_handler, plan.shape, self.pipeline_stages)
         self.keepers: list[Keeper] = []
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
         self.step = Step()
         self._earlier = deque([Step()], maxlen=self.pipeline_stages)
 
@@ -76,7 +79,6 @@ class TreeStage(AdapterRows):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        self.warm_up_kernels()
         # vLLM offers no hook by which a runner adds to the metadata of the target's attention.
         self.model_state.prepare_attn = WithTreeMask(  # type: ignore[method-assign]
             self.model_state.prepare_attn, self._take_mask, self.clock, self._draft_layers

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import compilations
 from engine_process import Engine, Result, Run, answered, main, result_of
 
 Drafts = list[tuple[list[int], list[int]]]
@@ -17,11 +18,11 @@ Drafts = list[tuple[list[int], list[int]]]
 
 @dataclass(frozen=True)
 class Chained:
-    """A run's result, its drafts, and how often a kernel of the chain was compiled during it."""
+    """A run's result, its drafts, and the kernels that were compiled during it."""
 
     result: Result
     drafts: Drafts
-    compiled: int
+    compiled: list[str]
 
 
 def serve_chain(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Chained]:
@@ -101,20 +102,10 @@ class ChainEngine(Engine):
 
     def chain(self, run: Run) -> Chained:
         drafts: Drafts = []
-        before = versions()
+        before = compilations.versions()
         with noting(self.runner, drafts):
             result = self.work(run)
-        return Chained(result, drafts, versions() - before)
-
-
-def versions() -> int:
-    """Return how many versions of the chain's kernels numba has compiled or loaded."""
-    from numba.core.dispatcher import Dispatcher
-
-    from vllm_cpu_runner import target_dependent
-
-    kernels = [each for each in vars(target_dependent).values() if isinstance(each, Dispatcher)]
-    return sum(len(kernel.signatures) for kernel in kernels)
+        return Chained(result, drafts, compilations.since(before))
 
 
 if __name__ == "__main__":

@@ -140,9 +140,7 @@ def test_the_tokens_are_those_without_speculation(
 
 @pytest.mark.parametrize("engine", RUNS)
 def test_no_request_waits_for_a_compilation(engine: str, results: Served) -> None:
-    assert {name: each.compiled for name, each in results(engine).items()} == dict.fromkeys(
-        RUNS[engine][2], 0
-    )
+    assert not [name for each in results(engine).values() for name in each.compiled]
 
 
 def unlike_the_last_token(drafts: Drafts) -> float:

@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numba
-import pytest
-import torch
 from graft_checks import GraftChecks
 from growth_checks import CASE, GrowthChecks
 from growth_steps import Case, Step, runs_parents, same, same_trees
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dyntree_kernels.cpu import growth
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_plugin.tree.shape import TreeShape
 
@@ -87,30 +83,3 @@ def test_a_step_that_stops_before_a_pick_keeps_what_was_picked() -> None:
     ours.start().pick(CASE.logits()[0])
     ours.expand(ours.widths[0])
     same_trees(ours.finish(), expected)
-
-
-def test_steps_need_no_kernel_that_the_warm_up_has_not_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    called: set[tuple[object, ...]] = set()
-
-    def watch(name: str) -> None:
-        kernel = getattr(growth, name)
-
-        def watched(*args: object) -> object:
-            called.add((name, *(numba.typeof(each) for each in args)))
-            return kernel(*args)
-
-        monkeypatch.setattr(growth, name, watched)
-
-    for name in ("pick_children", "_expand", "_store"):
-        watch(name)
-    growth.warm_up(torch.bfloat16)
-    warm, case = called.copy(), replace(CASE, dtype=torch.bfloat16)
-    single = replace(case, room=(40,), temperatures=(0.0,))
-    for each in (case, single, replace(case, calibrated=False)):
-        Step(each, CompiledGrowth).run()
-    assert called == warm
-    # Control: logits of another type need another kernel.
-    Step(CASE, CompiledGrowth).run()
-    assert called > warm

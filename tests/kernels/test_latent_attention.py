@@ -13,11 +13,7 @@ from attention_inputs import tree_mask
 from latent_inputs import make_latent_case
 from tree_shapes import chain, random_tree
 
-from dyntree_kernels.cpu.latent_attention import (
-    LatentTreeAttention,
-    _latent_attention,
-    warm_up,
-)
+from dyntree_kernels.cpu.latent_attention import LatentTreeAttention
 
 DEEPSEEK = {"head_size": 576, "rope": 64}
 
@@ -83,17 +79,6 @@ def test_a_token_agrees_with_vllms_decoding(dtype: torch.dtype) -> None:
     )
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(case.run(), stock, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_after_warm_up_compiles_nothing(dtype: torch.dtype) -> None:
-    warm_up(dtype)
-    compiled = len(_latent_attention.signatures)
-    case = make_case([tree_mask(chain(4))] * 2, [9, 40], dtype=dtype, **DEEPSEEK)
-    case.block_table = torch.nn.functional.pad(case.block_table, (0, 3))[:, :-1]
-    case.ctx_lens = case.ctx_lens.int()
-    case.run()
-    assert len(_latent_attention.signatures) == compiled
 
 
 def test_scores_need_all_elements_of_a_vector() -> None:

@@ -10,12 +10,10 @@ import torch
 from attention_checks import FeatureChecks, assert_matches
 from attention_inputs import tree_mask
 from tree_cases import make_case
-from tree_shapes import chain, random_tree, star
+from tree_shapes import chain, random_tree
 
-from dyntree_kernels.cpu.attention import PackedCache, TreeAttention, _tree_attention
-from dyntree_kernels.cpu.kv_move import _move, kv_move
+from dyntree_kernels.cpu.attention import PackedCache, TreeAttention
 from dyntree_kernels.cpu.simd import tanh
-from dyntree_kernels.cpu.warm_up import warm_up
 
 
 class TestTreeAttention(FeatureChecks):
@@ -119,20 +117,6 @@ def test_a_chain_agrees_with_the_stock_causal_kernel(
     expected, out = case.expected(), case.run().double()
     error, stock_error = (out - expected).abs().max(), (stock.double() - expected).abs().max()
     assert error <= 2 * stock_error
-
-
-def test_a_step_after_warm_up_compiles_nothing() -> None:
-    warm_up(torch.float32, beyond=True)
-    compiled = len(_tree_attention.signatures), len(_move.signatures)
-    case = make_case([tree_mask(star(4))], [9])
-    case.block_table = torch.nn.functional.pad(case.block_table, (0, 3))[:, :2]
-    case.ctx_lens = case.ctx_lens.int()
-    case.run()
-    sinks = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    case.features = dataclasses.replace(case.features, window=6, sinks=sinks)
-    case.run()
-    kv_move([case.key_cache], [case.value_cache], "vec", *torch.ones(2, 1, 5, dtype=torch.int32))
-    assert (len(_tree_attention.signatures), len(_move.signatures)) == compiled
 
 
 def test_masks_and_lengths_may_be_written_after_the_layers_share_them() -> None:

@@ -63,6 +63,7 @@ LAYERS = (
         "dyntree_plugin.engine.head_speculator",
         "dyntree_plugin.engine.masked_speculators",
         "dyntree_plugin.engine.pipeline",
+        "dyntree_plugin.engine.rehearsal",
         "dyntree_plugin.engine.speculator",
         "dyntree_plugin.engine.runner",
         "dyntree_plugin.engine.scheduler",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
-from dyntree_kernels.cpu.latent_attention import LatentTreeAttention, warm_up
+from dyntree_kernels.cpu.latent_attention import LatentTreeAttention
 from dyntree_plugin.engine.attention.cpu import PathMover
 from dyntree_plugin.engine.attention.kernels import AttentionRows
 from dyntree_plugin.engine.attention.latent_layers import (
@@ -20,10 +20,6 @@ from dyntree_plugin.engine.attention.registration import with_trees
 
 class LatentNumbaBuilder(LatentTreeBuilder):
     """Precedes a builder of metadata on a CPU."""
-
-    def __init__(self, spec: Any, names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(spec, names, vllm_config, device)
-        warm_up(vllm_config.model_config.dtype)
 
     def attend(self, rows: AttentionRows) -> LatentTreeAttention:
         return LatentTreeAttention(

@@ -6,27 +6,22 @@ from __future__ import annotations
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 
 from dataclasses import replace
-from typing import Any
 
+import numpy as np
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-import vllm_cpu_runner
 from dyntree_kernels.cpu.bitmasks import mask_rows
-from dyntree_kernels.cpu.warm_up import warm_up
-from dyntree_kernels.features import SCALES
 from dyntree_plugin.admission.node_limit import node_limit
 from dyntree_plugin.admission.request_limits import WORD_TOKENS_ON_CPU
-from dyntree_plugin.engine.attention.features import element_type, features_of
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
-from dyntree_plugin.engine.configuration import sizes_single_trees, tree_plan
+from dyntree_plugin.engine.configuration import sizes_single_trees
 from dyntree_plugin.engine.cpu.ops import CPUOps
 from dyntree_plugin.engine.earlier_stage import EarlierStage
 from dyntree_plugin.engine.grammar.compiling import GrammarCompiler
@@ -44,9 +39,6 @@ class EarlierCPUStage(EarlierStage, CPUModelRunner):
 
     def make_ops(self) -> TreeOps:
         return CPUOps()
-
-    def warm_up_kernels(self) -> None:
-        _warm_up(self.vllm_config)
 
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
@@ -74,11 +66,11 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     def make_grammars(self) -> DraftGrammars | None:
         if self.trees.plan.reads_draws:  # They read the draft's distribution as it is.
             return None
+        # A rehearsed request has no grammar of its own, which a thread would have to compile.
+        logits = torch.empty(0, 1).to(self.dtype)
+        mask_rows(logits, np.empty(0, dtype=np.int64), torch.empty(0, 1, dtype=torch.int32))
         compiler = GrammarCompiler(self.vllm_config)
         return DraftGrammars(compiler, self.req_states, mask_rows, _least_of_ranks)
-
-    def warm_up_kernels(self) -> None:
-        _warm_up(self.vllm_config)
 
     def take_row_cost(self, cost: RowCost) -> None:
         if self._budget is None:
@@ -87,7 +79,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
             self._budget.measured(cost)
 
     def step_ended(self, batch: InputBatch, times: StageTimes) -> None:
-        if self._budget is not None:
+        if self._budget is not None and self._plain_steps is not None:
             forwards = self.step.drafted.forwards
             self._budget.observe(batch, forwards, times.seconds())
 
@@ -118,20 +110,6 @@ def make_runner(vllm_config: VllmConfig, device: torch.device) -> CPUModelRunner
     """Make the runner of this process's stage of the pipeline."""
     last = get_pp_group().is_last_rank
     return (TreeCPUModelRunner if last else EarlierCPUStage)(vllm_config, device)
-
-
-def _warm_up(vllm_config: Any) -> None:
-    vllm_cpu_runner.warm_up()
-    layers = get_layers_from_vllm_config(vllm_config, Attention).values()
-    beyond = any(features_of(layer).beyond - SCALES for layer in layers)
-    of_caches = [element_type(layer.kv_cache_torch_dtype) for layer in layers]
-    plan = tree_plan(vllm_config)
-    warm_up(
-        vllm_config.model_config.dtype,
-        of_caches,
-        beyond=beyond,
-        draws=plan is not None and plan.draws,
-    )
 
 
 def _least_of_ranks(numbers: list[int]) -> list[int]:

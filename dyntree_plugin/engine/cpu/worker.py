@@ -14,6 +14,7 @@ import vllm_cpu_runner
 from dyntree_plugin.admission.request_limits import WORD_TOKENS_ON_CPU, wrap_seeds
 from dyntree_plugin.engine.cpu.kinds import KINDS
 from dyntree_plugin.engine.offloading import keep_draft_on_device
+from dyntree_plugin.engine.rehearsal import rehearse
 from dyntree_plugin.engine.worker import TreeWorkerMixin
 from vllm_cpu_runner.long_lists import lift_limits
 
@@ -37,7 +38,9 @@ class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
             module.CPUModelRunner = stock
 
     def compile_or_warm_up_model(self) -> Any:
+        rehearse(self)
         runner: Any = self.model_runner
+        runner.forget_rehearsal()
         runner.measure_costs()
         return super().compile_or_warm_up_model()
 
@@ -61,4 +64,7 @@ class PlainCPUWorker(CPUWorker):
         if runner.sampler is not None:  # Only the last stage of a pipeline samples.
             lift_limits(runner.sampler, runner.vocab_size, WORD_TOKENS_ON_CPU)
             wrap_seeds(runner.sampler)
-        vllm_cpu_runner.warm_up()
+
+    def compile_or_warm_up_model(self) -> Any:
+        rehearse(self)
+        return super().compile_or_warm_up_model()

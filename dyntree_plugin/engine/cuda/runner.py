@@ -46,9 +46,6 @@ class GPUStage(TreeStage):
         # The main stream is the one that is current when it is first asked for.
         return CUDAOps(StreamSend(lambda: self.main_stream, self.output_copy_stream))
 
-    def warm_up_kernels(self) -> None:
-        """Do nothing: Triton's kernels compile when vLLM rehearses steps."""
-
     def warm_up_rare_kernels(self) -> None:
         """Compile what vLLM's rehearsals of steps leave out; needs the KV cache.
 

@@ -31,6 +31,7 @@ class TreeGPUWorker(TreeWorkerMixin, Worker):
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         self.model_runner.warm_up_rare_kernels()
+        self.model_runner.forget_rehearsal()
         # With graphs, if there are any: as the steps that it is compared with run.
         self.model_runner.measure_costs()
         super()._maybe_activate_jit_monitor()

@@ -14,13 +14,11 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 
-from dyntree_kernels.cpu.recurrence import Order, gated_delta_rule, sequences, state_space, trees
+from dyntree_kernels.cpu.recurrence import Order, gated_delta_rule, sequences, state_space
 from dyntree_kernels.cpu.tree_layers import Layer, PathCommit
 from dyntree_kernels.recurrence import Commit, TreeStates, inputs
 from dyntree_plugin.engine.states.builders import Drafted, WithDraftsOnCPU
 from dyntree_plugin.engine.states.rows import DeltaNetRows, Mamba2Rows, ShortConvRows, WithStates
-
-ONE_ROW = TreeStates(torch.zeros(1).long(), torch.arange(2), torch.tensor([-1]))
 
 
 class OnCPU(WithStates):
@@ -86,11 +84,6 @@ class TreeMambaMixer2(OnCPU, Mamba2Rows, MambaMixer2):
     def layer(self) -> Layer:
         return Layer(self.history, self._convolve, self._outputs, self._decode)
 
-    def warm_up(self) -> None:
-        weights: Any = self.conv1d.weight
-        mixed = torch.zeros(1, self.tped_conv_size, dtype=weights.dtype)
-        self._outputs(mixed, mixed[:, : self.tped_dt_size], trees(ONE_ROW))
-
     def _convolve(self, windows: torch.Tensor) -> Any:
         return self.convolve(windows, self.conv_weights, self.conv1d.bias, self.activation)
 
@@ -138,12 +131,6 @@ class TreeGatedDeltaNet(OnCPU, DeltaNetRows, QwenGatedDeltaNetAttention):
     @property
     def layer(self) -> Layer:
         return Layer(self.history, self._convolve, self._outputs, self._decode)
-
-    def warm_up(self) -> None:
-        weights: Any = self.conv1d.weight
-        mixed = torch.zeros(1, self.conv_dim // self.tp_size, dtype=weights.dtype)
-        gates = mixed[:, : 2 * self.num_v_heads // self.tp_size]
-        self._outputs(mixed, gates, trees(ONE_ROW))
 
     @property
     def _states(self) -> torch.Tensor:

@@ -40,9 +40,3 @@ def mask_rows(logits: torch.Tensor, rows: np.ndarray, bitmask: torch.Tensor) -> 
     bits = _BITS[logits.dtype]  # NumPy has no bfloat16.
     masked = torch.tensor([-torch.inf], dtype=logits.dtype).view(bits).numpy()[0]
     _mask(logits.view(bits).numpy(), rows, bitmask.numpy(), masked)
-
-
-def warm_up(dtype: torch.dtype) -> None:
-    """Compile for logits of ``dtype``, or load it from disk."""
-    one = torch.zeros(1, 1, dtype=torch.int32)
-    mask_rows(torch.zeros(1, 2, dtype=dtype), np.zeros(1, dtype=np.int64), one)

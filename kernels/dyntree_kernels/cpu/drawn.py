@@ -14,7 +14,7 @@ import numba
 import numpy as np
 import torch
 
-from dyntree_kernels.contracts import DRAFT, KINDS, BatchRows, DraftLaws
+from dyntree_kernels.contracts import DRAFT, KINDS, BatchRows
 from dyntree_kernels.cpu.children import best_scores
 from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.grafts import clamp, log_probability
@@ -337,14 +337,3 @@ def decide_trees(rows: BatchRows, logits: torch.Tensor, trees: DrawnTrees) -> No
         rows.sampled.numpy(),
         forbidden.numpy(),
     )
-
-
-def warm_up() -> None:
-    """Compile the decision, or load it from disk."""
-    one, level = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
-    nobody = torch.full((1, 9), -1)
-    forbidden = torch.zeros(1, dtype=torch.bool)
-    rows = BatchRows(nobody, one, one.int(), one.clone(), one.int(), forbidden)
-    laws = DraftLaws(torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1))
-    trees = DrawnTrees(laws, one.clone(), one.clone(), one.clone(), level, level.clone())
-    decide_trees(rows, torch.zeros(1, 1), trees)

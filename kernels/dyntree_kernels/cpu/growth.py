@@ -19,14 +19,9 @@ import numpy as np
 import torch
 
 from dyntree_kernels.contracts import (
-    KINDS,
     DraftLaws,
-    Drawing,
     GrowthSettings,
-    OfRequests,
-    RowBuffers,
     StepGrowth,
-    TreeArrays,
     expansions_of,
 )
 from dyntree_kernels.cpu.candidates import keep
@@ -348,31 +343,3 @@ class CompiledGrowth(StepGrowth):
             origins = (self._best[: len(tokens)] - self._grafts.tokens.shape[1]) // self._children
             self._drawing.origins.numpy()[self._slots] = origins
         return tokens
-
-
-def warm_up(dtype: torch.dtype, *, draws: bool = False) -> None:
-    """Compile growth from logits of `dtype`, or load it from disk; ``draws``: as `Drawing`, too."""
-    slot, one = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
-    bits = torch.zeros(1, 1, dtype=torch.int32)
-    of_requests = OfRequests.room(1, slot.device)
-    laws = DraftLaws(torch.zeros(1, 2, 2, dtype=torch.int32), torch.zeros(1, 2, 2))
-    settings = GrowthSettings(
-        of_requests=of_requests, node_budget=1, children=1, widths=(1,), least=0.0, longest=1,
-        coupled=True, weights=torch.zeros(KINDS, 3),
-        rows=RowBuffers(slot.int(), slot.clone(), one, one.clone(), slot.clone()),
-        trees=TreeArrays(
-            one.clone(), one.clone(), one.float(), slot, slot.clone(), slot.clone(),
-            torch.zeros(1, 2, 1, dtype=torch.int32), torch.zeros(1, 1, 2), one.to(torch.int8),
-            one.clone(),
-        ),
-        grafts=1, max_depth=2,
-        drawing=Drawing(laws, one.clone(), torch.add) if draws else None,
-    )  # fmt: skip
-    growth = CompiledGrowth(settings)
-    of_requests.temperatures.fill_(1)
-    of_requests.levels.fill_(2)
-    growth.start(1)
-    growth.graft(Trie.room(1, 1, torch.device("cpu")))
-    growth.pick(torch.zeros(1, 2, dtype=dtype))
-    growth.expand(bits)
-    growth.finish()

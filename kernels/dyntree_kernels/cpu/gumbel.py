@@ -288,14 +288,3 @@ def _require_rows(function: str, tensor: torch.Tensor, shape: torch.Size) -> Non
             f"{function}: output has shape {tuple(tensor.shape)} and strides {tensor.stride()}, "
             f"need a contiguous {tuple(shape)}"
         )
-
-
-def warm_up() -> None:
-    """Compile every kernel, or load it from disk, so that no request waits for it."""
-    seeds, positions, temperatures = torch.zeros(1).long(), torch.zeros(1).long(), torch.ones(1)
-    logits = torch.zeros(1, 8)
-    gumbel_noise(seeds, positions, 8)
-    for dtype in (torch.float32, torch.float64):
-        argmax, maximum = torch.empty(1, 1).long(), torch.empty(1, 1, dtype=dtype)
-        rows = (logits, torch.zeros(1).long(), temperatures, seeds, positions)
-        sample_blocks(argmax, maximum, *rows, block=8, divide=True)

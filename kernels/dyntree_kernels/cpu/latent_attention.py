@@ -163,11 +163,3 @@ class LatentTreeAttention(TreeAttention):
             (d, v), self._block_table, self._ctx_lens, self._qo_indptr, self._bits, heads, chunk,
             rows_of(out), out.stride(0), np.float32(features.scale), self._floats, self._words,
         )  # fmt: skip
-
-
-def warm_up(dtype: torch.dtype) -> None:
-    """Compile the kernel for queries and caches of ``dtype``."""
-    one = torch.ones(1, 1, dtype=torch.int32)
-    attend = LatentTreeAttention(0 * one, one[0], torch.tensor([0, 1]), one)
-    q = torch.zeros(1, 1, 2 * LANES, dtype=dtype)
-    attend(q, q, torch.empty(1, 1, LANES, dtype=dtype), LayerFeatures(1.0))

@@ -166,7 +166,9 @@ def learn(
     check_learning(regression, features, kinds, parents, path, counts)
     state = (regression.weights, regression.information)
     known = (regression.prior, regression.low, regression.high)
-    arrays = (features, kinds, parents, path, counts, slots, classes)
+    # Columns of an array, whose layout would depend on the number of requests.
+    columns = slots.contiguous(), classes.contiguous()
+    arrays = (features, kinds, parents, path, counts, *columns)
     _learn(
         *(each.numpy() for each in (*state, *known)),
         regression.strength,
@@ -174,14 +176,3 @@ def learn(
         regression.steps,
         *(each.numpy() for each in arrays),
     )
-
-
-def warm_up() -> None:
-    """Compile learning, or load it from disk, by a call that updates nothing."""
-    one, three = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(3)
-    kinds, prior = torch.zeros(1, 1, dtype=torch.int8), torch.zeros(1, 3)
-    weights, information = torch.zeros(1, 3), torch.zeros(1, 3, 3)
-    regression = Regression(weights, information, prior, three, three, 1.0, 1.0, 1)
-    # These are columns of one array, as in the engine: numba compiles per memory layout.
-    slots, classes = torch.full((1, 2), -1).unbind(1)
-    learn(regression, torch.zeros(1, 1, 2), kinds, one, one, one[0], slots, classes)

@@ -187,10 +187,3 @@ def look_up(
     searched = min(int(arrays[1][arrays[2]].sum()), len(slots) * window)
     use_torch_threads(len(slots) * _TRIE + searched // _TOKENS)
     _look_up(*arrays, max_depth, window)
-
-
-def warm_up() -> None:
-    """Compile the look-up, or load it from disk."""
-    zeros = torch.zeros(2, dtype=torch.int32)
-    trie = Trie.room(1, 1, zeros.device)
-    look_up(zeros[None], zeros[:1] + 2, zeros[:1].long(), trie, max_depth=1)

@@ -138,17 +138,3 @@ def force_thought_end(
 
 
 KERNELS = PathKernels(paths_of, penalize, mask_bad_words, force_thought_end)
-
-
-def warm_up() -> None:
-    """Compile these kernels, or load them from disk."""
-    slots, local = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-    parents = torch.full((1, 1), -1, dtype=torch.int64)
-    paths = paths_of(parents, slots, local, local, 1)
-    table, one = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    logits, texts = torch.zeros(1, 2), Texts(table, local, one)
-    neutral = torch.ones(1), torch.zeros(1), torch.zeros(1)
-    penalize(logits, slots, paths, Penalties(*neutral, table[:, :1].contiguous(), table))
-    mask_bad_words(logits, slots, paths, BadWords(table, table, local), texts, 0)
-    thoughts = Thoughts(local - 1, local, local, one, one, one)
-    force_thought_end(logits, slots, paths, thoughts, texts)

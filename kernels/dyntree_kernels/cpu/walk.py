@@ -23,7 +23,6 @@ from dyntree_kernels.contracts import (
     TreeArrays,
     Walked,
     check_walk,
-    room_for,
     walked_arrays,
 )
 from dyntree_kernels.cpu.compiled import compiled
@@ -120,14 +119,3 @@ def walk(batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) ->
     rows = (batch.requests, batch.sampled, batch.ids, batch.positions, batch.seq_lens, forbidden)
     arrays = (*rows, *walked_arrays(trees), *found)
     _walk(*(each.numpy() for each in arrays), ranked)
-
-
-def warm_up() -> None:
-    """Compile the walk, or load it from disk."""
-    one, level = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
-    trees = TreeArrays(
-        level, level + 1, level.float(), one, one, one, level.int()[None], torch.zeros(1, 0, 2),
-        level.char(), level,
-    )  # fmt: skip
-    batch = BatchRows(torch.zeros(1, 5, dtype=torch.int64), one, one.int(), one, one.int())
-    walk(batch, trees, room_for(1, 1, 1, one.device, ranked=False), ranked=False)

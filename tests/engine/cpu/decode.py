@@ -5,6 +5,7 @@ Usage: decode.py {v1,v2} MODEL
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -19,6 +20,7 @@ os.environ |= {
     "VLLM_PLUGINS": "",
 }
 
+import compilations  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
 
@@ -26,7 +28,7 @@ PROMPTS = [list(range(3 + 7 * i, 15 + 32 * i)) for i in range(4)]
 
 
 def engine(**options: Any) -> LLM:
-    return LLM(
+    llm = LLM(
         MODEL,
         skip_tokenizer_init=True,
         dtype="float32",
@@ -37,6 +39,11 @@ def engine(**options: Any) -> LLM:
         block_size=32,
         **options,
     )
+    if RUNNER == "v2":
+        from dyntree_plugin.engine.rehearsal import rehearse
+
+        rehearse(llm.llm_engine.model_executor.driver_worker.worker)
+    return llm
 
 
 def sampling(**options: Any) -> SamplingParams:
@@ -49,28 +56,12 @@ def decode(llm: LLM, prompts: list[list[int]], sampling_params: Any) -> list[lis
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def compiled_signatures() -> dict[str, int]:
-    """Return how many versions of each kernel numba has compiled or loaded."""
-    from numba.core.dispatcher import Dispatcher
-
-    prefixes = ("vllm_cpu_runner", "dyntree_kernels.cpu.gumbel")
-    return {
-        f"{name}.{attribute}": len(value.signatures)
-        for name, module in list(sys.modules.items())
-        if name.startswith(prefixes)
-        for attribute, value in vars(module).items()
-        if isinstance(value, Dispatcher) and not value.targetoptions.get("inline")
-    }
-
-
 def run_v2() -> dict[str, Any]:
     # The plugin does this for engines with a tree, because vLLM 0.32 refuses V2 without Triton.
     VllmConfig._validate_v2_model_runner = lambda self: None
     import vllm_cpu_runner
 
     vllm_cpu_runner.install()
-    vllm_cpu_runner.warm_up()
-    before = compiled_signatures()
     mixed = [
         sampling(temperature=0, logprobs=2, prompt_logprobs=1),
         sampling(temperature=0.8, seed=-5, repetition_penalty=1.2, frequency_penalty=0.3),
@@ -78,11 +69,13 @@ def run_v2() -> dict[str, Any]:
         sampling(temperature=0.5, seed=77, top_p=0.9, min_p=0.05),
     ]
     llm = engine()
+    rehearsed = compilations.versions()
     results: dict[str, Any] = {
         "greedy": decode(llm, PROMPTS, sampling(temperature=0)),
         "mixed": decode(llm, PROMPTS, mixed),
         "alone": [decode(llm, [p], s)[0] for p, s in zip(PROMPTS, mixed, strict=True)],
     }
+    late = compilations.since(rehearsed)
     chain = {"method": "draft_model", "model": MODEL, "num_speculative_tokens": 3}
     for drafts, rejection in (
         ("greedy", "standard"),
@@ -90,13 +83,14 @@ def run_v2() -> dict[str, Any]:
         ("probabilistic", "block"),
     ):
         del llm
+        gc.collect()  # When an engine is freed it ends vLLM's groups of ranks, also another's.
         methods = {"draft_sample_method": drafts, "rejection_sample_method": rejection}
         llm = engine(speculative_config=chain | methods)
+        rehearsed = compilations.versions()
         results[f"chain {drafts} {rejection}"] = decode(llm, PROMPTS, sampling(temperature=0))
         decode(llm, PROMPTS, sampling(temperature=1.0, seed=3, presence_penalty=0.1))
-    after = compiled_signatures()
-    results["compiled late"] = [name for name in after if after[name] != before.get(name)]
-    return results
+        late += compilations.since(rehearsed)
+    return results | {"compiled late": late}
 
 
 if __name__ == "__main__":

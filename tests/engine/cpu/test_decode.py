@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def decode(runner: str, model: str) -> dict[str, Any]:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
     if library := openmp.library():
         environment["LD_PRELOAD"] = str(library)
     done = subprocess.run(

@@ -6,14 +6,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import pytest
 import torch
 from path_checks import Batch, batch_of
 from vllm import SamplingParams
 
-from vllm_cpu_runner import install, warm_up
+from vllm_cpu_runner import install
 
 install()  # must run before the sampler's modules are imported
 
@@ -24,7 +23,6 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (  # noqa: E402
 )
 from vllm.v1.worker.gpu.sample.sampler import Sampler  # noqa: E402
 
-from dyntree_kernels.cpu import paths  # noqa: E402
 from dyntree_kernels.cpu.paths import KERNELS  # noqa: E402
 from dyntree_plugin.engine.sampling.parameters import TreeParameters  # noqa: E402
 from dyntree_plugin.engine.sampling.processors import (  # noqa: E402
@@ -35,7 +33,6 @@ from dyntree_plugin.engine.sampling.processors import (  # noqa: E402
 from dyntree_plugin.engine.step import verify  # noqa: E402
 from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
 from vllm_cpu_runner.long_lists import lift_limits  # noqa: E402
-from vllm_cpu_runner.registry import IMPLEMENTATIONS, RUNNER  # noqa: E402
 
 SLOTS, VOCABULARY, PROMPT, TOTAL, DEPTH = 6, 40, 9, 14, 12
 CPU = torch.device("cpu")
@@ -276,31 +273,3 @@ def test_the_sampler_gets_fewer_rows_at_once_if_it_copies_them(
     )  # fmt: skip
     made._sample(logits, batch, False)
     assert seen == expected
-
-
-def test_the_kernels_are_compiled_for_what_the_sampler_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    types: set[Any] = set()
-
-    def noting(kernel: Any, name: str) -> Any:
-        def call(*args: Any) -> None:
-            types.add((name, *map(numba.typeof, args)))
-            kernel(*args)
-
-        return call
-
-    for name in ("_climb", "_penalize", "_mask_bad_words", "_force"):
-        monkeypatch.setattr(paths, name, noting(getattr(paths, name), name))
-    for name in ("_update_committed_marker_cache_kernel", "_thinking_budget_kernel"):
-        kernel = IMPLEMENTATIONS[f"{RUNNER}sample.thinking_budget.{name}"]
-        monkeypatch.setattr(kernel, "_function", noting(kernel._function, name))
-    paths.warm_up()
-    warm_up()
-    before = {*types}
-    types.clear()
-    batch, logits = batch_and_logits()
-    params = [*PARAMETERS.values(), PARAMETERS["penalties"]]
-    run(on_trees(batch.parents, params).sampler, logits, context(batch))
-    assert {name for name, *_ in types} == {name for name, *_ in before}
-    assert types <= before

@@ -1,0 +1,57 @@
+"""What an engine rehearsed is forgotten before it measures its steps and serves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_cpu_runner import install
+
+install()  # must run before the worker's modules are imported
+
+from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
+from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
+
+from dyntree_plugin.engine.cpu import worker as cpu  # noqa: E402
+from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner  # noqa: E402
+from dyntree_plugin.engine.cuda.worker import TreeGPUWorker  # noqa: E402
+from dyntree_plugin.engine.step.records import Step  # noqa: E402
+from dyntree_plugin.tree.value import AcceptanceEstimate  # noqa: E402
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_worker_measures_after_it_has_rehearsed_and_forgotten(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(cpu, "rehearse", lambda worker: done.append("rehearse"))
+    for stock in (CPUWorker, Worker):
+        monkeypatch.setattr(stock, "compile_or_warm_up_model", lambda self: None)
+        monkeypatch.setattr(stock, "_maybe_activate_jit_monitor", lambda self: None, raising=False)
+    worker: Any = object.__new__(cpu.TreeCPUWorker if device == "cpu" else TreeGPUWorker)
+    worker.model_runner = SimpleNamespace(
+        warm_up_rare_kernels=lambda: done.append("rehearse"),
+        forget_rehearsal=lambda: done.append("forget"),
+        measure_costs=lambda: done.append("measure"),
+    )
+    worker.compile_or_warm_up_model()
+    assert done == ["rehearse", "forget", "measure"]
+
+
+def test_nothing_of_a_rehearsal_is_left_in_the_values_of_nodes_and_in_earlier_steps() -> None:
+    runner: Any = object.__new__(TreeCPUModelRunner)
+    runner.pipeline_stages = 2
+    runner.estimate = AcceptanceEstimate("cpu")
+    before = [runner.estimate.weights.clone(), runner.estimate.information.clone()]
+    runner.estimate.weights += 1
+    runner.estimate.information += torch.eye(3)
+    rehearsed = Step()
+    runner.step, runner._earlier = rehearsed, [rehearsed]
+    runner.forget_rehearsal()
+    assert runner.step is not rehearsed
+    assert runner.previous is not rehearsed
+    after = [runner.estimate.weights, runner.estimate.information]
+    assert all(map(torch.equal, before, after))
