@@ -212,9 +212,11 @@ class FeatureChecks(AttentionChecks):
         g = torch.Generator().manual_seed(7)
         trees = [chain(9), star(9), random_tree(35, g)]
         trees = [trees[number % 3] for number in range(len(contexts))]
-        for layout in (*self.layouts, *(self.quantised if name == "all" else ())):
+        quantised = self.quantised if name == "all" else ()
+        for layout in (*self.layouts, *quantised):
             case = self.with_features([tree_mask(tree) for tree in trees], contexts, name, **layout)
-            for way in self.ways[: 1 if self.few and name != "all" else None]:
+            few = self.few and (name != "all" or layout in quantised)
+            for way in self.ways[: 1 if few else None]:
                 assert_matches(case, **way)
         exact = self.with_features([tree_mask(tree) for tree in trees], contexts, name)
         out = exact.run().cpu().double()
