@@ -18,8 +18,6 @@ BESIDE = sorted(
     for path in (REPOSITORY / folder).rglob("*.py")
 )
 MOST_LINES = 400
-MOST_LINES_OF_CPU = 300
-"""Most lines of all of ``engine/cpu``; vLLM's runner on a CPU has a package of its own."""
 MOST_LINES_OF_A_BODY = 50
 
 PROGRAMS = {"_latent_attention", "_learn", "_tree_attention"}
@@ -53,11 +51,6 @@ def test_the_sources_are_found() -> None:
 
 def test_no_file_is_long() -> None:
     assert [path.name for path in SOURCES + BESIDE if lines(path) > MOST_LINES] == []
-
-
-def test_what_a_cpu_needs_of_its_own_is_little() -> None:
-    folder = REPOSITORY / "dyntree_plugin" / "engine" / "cpu"
-    assert 0 < sum(map(lines, folder.glob("*.py"))) < MOST_LINES_OF_CPU
 
 
 def test_no_function_is_long() -> None:

