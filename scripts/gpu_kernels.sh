@@ -26,10 +26,11 @@ flash=${FLASH_ATTENTION:-flash_attn_interface}
 if [[ -z ${FLASH_ATTENTION:-} ]] && has vllm; then flash=vllm.vllm_flash_attn; fi
 
 if has flashinfer; then
+    (timeout 150 "$python" -m dyntree_kernels.cuda.build --xqa ||
+        echo "FlashInfer's XQA was not built; it is left out below") &
     timeout 150 "$python" -m dyntree_kernels.cuda.build ||
         echo "FlashInfer's kernel was not built; it is left out below"
-    timeout 150 "$python" -m dyntree_kernels.cuda.build --xqa ||
-        echo "FlashInfer's XQA was not built; it is left out below"
+    wait
 fi
 
 echo "== correctness"

@@ -66,7 +66,7 @@ def states_not_received(runner: Any) -> Iterator[None]:
     """Let a head read zeros for what the target's hidden states are. Output must not change."""
     from dyntree_plugin.engine.sources.head import TargetHead
 
-    def receive(head: Any, step: Any) -> None:
+    def receive(head: Any, *_: Any) -> None:
         head._states.given.zero_()
 
     with mock.patch.object(TargetHead, "receive", receive):

@@ -104,12 +104,20 @@ class Drafting:
             pays=ops.pays,
             block=shape.block,
         )
-        self.graphs = CapturedStages(lambda _: self.drafting, lambda: nullcontext(graph))
+        # The target's graphs serve half of the batches.
+        rows = MOST // 2 * (1 + shape.node_budget) if shape.head or shape.block else 0
+        self.hidden = tuple(torch.zeros(rows, HIDDEN) for _ in range(2 * bool(rows)))
+        self.graphs = CapturedStages(
+            lambda _: self.drafting, lambda: nullcontext(graph), lambda: self.hidden
+        )
         self.drafter = Drafter(
             stages, ops, self.graphs, max_depth=depth, spare=self.trees.spare, ranking=ranking
         )
         if captured:
-            self.drafting = CapturedDrafting(stages, self.numbers, MOST, self.trees.spare, VOCAB)
+            of_trees = self.trees.spare, VOCAB
+            self.drafting = CapturedDrafting(
+                stages, self.numbers, MOST, *of_trees, nodes=shape.node_budget
+            )
             self.graphs.prepare(stages)
             with torch.inference_mode():
                 self.graphs.capture()
@@ -172,7 +180,8 @@ def target_states(drafting: Drafting, counts: torch.Tensor, g: torch.Generator) 
     ]
     path = torch.randint(shape.node_budget, (requests, shape.max_depth), generator=g)
     path[torch.arange(shape.max_depth) >= counts[:, None] - 1] = -1
-    return TargetStates((hidden[0], hidden[1]), first, path, torch.zeros(0))
+    drafted = None if counts.max() == 1 else path  # as in a batch without drafts
+    return TargetStates((hidden[0], hidden[1]), first, drafted, torch.zeros(0))
 
 
 class Texts:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from dyntree_kernels.contracts import Walked
+from dyntree_plugin.engine.cuda.captured_catch_up import CapturedCatchUp
 from dyntree_plugin.engine.cuda.captured_logits import CapturedLogits
 from dyntree_plugin.engine.cuda.graph_memory import GraphMemory
 from dyntree_plugin.engine.cuda.graphs import Input, Record, RequestGraphs, Tensors, request_sizes
@@ -45,11 +45,14 @@ class CapturedStages:
         self,
         make: Callable[[DraftStages], CapturedDrafting],
         recording: Callable[[], AbstractContextManager[Record]],
+        hidden: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> None:
         """``make``: makes room for graphs of drafting. ``recording``: gives what captures a call,
-        as long as it is entered."""
+        as long as it is entered. ``hidden``: where the target's graphs leave the hidden states that
+        a draft reads, if it reads any and there are such graphs."""
         self._make = make
         self._recording = recording
+        self._hidden = hidden
         self._drafting: CapturedDrafting | None = None
         self._verification: CapturedVerification | None = None
         self._memory: GraphMemory | None = None
@@ -71,7 +74,7 @@ class CapturedStages:
             return
         with self._recording() as record:
             if self._memory is None:
-                self._drafting.capture(record)
+                self._drafting.capture(record, self._hidden())
             else:
                 self._memory.capture(self._drafting.stages, record)
 
@@ -124,6 +127,8 @@ class CapturedVerification:
             self._room = self._room._replace(
                 positions=of.roots, tokens=of.tokens, emitted=of.counts
             )
+            if (states := drafting.catch_up.states) is not None:
+                self._room = self._room._replace(roots=states.root_rows, path=states.path)
         inputs = [requests, Input(sampled, rows=rows)]
         self._walk = RequestGraphs(self._run_walk, inputs, sizes)
         self._learn: RequestGraphs | None = None
@@ -174,10 +179,11 @@ class CapturedDrafting:
         spare: int,
         vocabulary: int,
         fewest_forwards: int = 0,
+        nodes: int = 0,
     ) -> None:
         """``numbers_emitted``: how many tokens a request can get at most, for trees of each size.
         ``most``: the most requests of a captured batch. ``vocabulary``: the target's.
-        ``fewest_forwards``: of a step."""
+        ``fewest_forwards``: of a step. ``nodes``: of the largest tree."""
         self._stages = stages
         self._spare = spare
         sizes = request_sizes(most)
@@ -189,20 +195,21 @@ class CapturedDrafting:
         self.packed = packed = packed_input(most, device)
         """The requests that were filled in last."""
         width = max(numbers_emitted)
-        tokens = zeros(width, dtype=torch.int64)
         self.emitted = Emitted(
-            zeros(dtype=torch.int64), tokens, zeros(dtype=torch.int32), most=width
+            zeros(dtype=torch.int64),
+            zeros(width, dtype=torch.int64),
+            zeros(dtype=torch.int32),
+            most=width,
         )
         """What the catch-up's graphs read."""
-        roots, counts = Input(self.emitted.roots), Input(self.emitted.counts)
+        columns = sorted(numbers_emitted) if stages.has_draft else ()
+        self.catch_up = CapturedCatchUp(
+            stages, self.requests, packed, self.emitted, columns, sizes, rows=1 + nodes
+        )
 
-        def graphs(function: Callable[..., Tensors], *inputs: Input) -> RequestGraphs:
-            return RequestGraphs(function, [packed, *inputs], sizes)
+        def graphs(function: Callable[..., Tensors]) -> RequestGraphs:
+            return RequestGraphs(function, [packed], sizes)
 
-        self.catch_up = {
-            number: graphs(self._run_catch_up, roots, Input(tokens[:, :number]), counts)
-            for number in (sorted(numbers_emitted) if stages.has_draft else ())
-        }
         every = len(stages.widths)
         self.whole = self.root = None
         self.logits: CapturedLogits | None = None
@@ -232,17 +239,15 @@ class CapturedDrafting:
         growth = [graphs for graphs in (self.root, self.whole) if graphs is not None]
         ranked = () if self.logits is None else self.logits.stages
         grown = (*self.runs.values(), *self.finish.values())
-        return [*self.catch_up.values(), *growth, *grown, *ranked]
+        return [*self.catch_up.graphs.values(), *growth, *grown, *ranked]
 
-    def capture(self, record: Record) -> None:
+    def capture(self, record: Record, hidden: Sequence[torch.Tensor] = ()) -> None:
+        """Capture all graphs; ``hidden``: as `CapturedCatchUp.read_states` takes it."""
+        self.catch_up.read_states(hidden)
         for graphs in self.stages:
             graphs.capture(record)
         if self.logits is not None:
             self.logits.compile()
-
-    def receive(self, step: CatchUp) -> None:
-        """Copy what the catch-up's graphs read of the target."""
-        self._stages.receive(step)
 
     def player(self, packed: torch.Tensor, rank: Rank | None = None) -> Player | None:
         """Replay the stages for these requests; None for a batch that was not captured."""
@@ -260,12 +265,6 @@ class CapturedDrafting:
     def requests(self, packed: torch.Tensor) -> Requests:
         """Name the columns of packed requests on the device."""
         return Requests(packed, self._spare)
-
-    def _run_catch_up(self, packed: torch.Tensor, *given: torch.Tensor) -> Tensors:
-        roots, tokens, counts = given
-        emitted = Emitted(roots, tokens, counts, most=tokens.shape[1])
-        self._stages.catch_up(self.requests(packed), emitted)
-        return ()
 
     def _run_root(self, packed: torch.Tensor) -> Tensors:
         self._stages.root(self.requests(packed))
@@ -316,12 +315,7 @@ class Replay:
         self._packed = packed
 
     def catch_up(self, step: CatchUp) -> None:
-        captured, emitted = self._drafting.catch_up, step.emitted
-        most = next(number for number in captured if number >= emitted.most)
-        if most != emitted.most:
-            step = replace(step, emitted=replace(emitted, most=most))
-        self._drafting.receive(step)
-        captured[most](self._packed, emitted.roots, emitted.tokens[:, :most], emitted.counts)
+        self._drafting.catch_up.replay(self._packed, step)
 
     def root(self) -> None:
         self.fill()  # The first run of forwards begins with the root.

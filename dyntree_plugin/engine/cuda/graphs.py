@@ -64,7 +64,7 @@ class RequestGraphs:
     ) -> None:
         """``inputs``: one per argument. ``sizes``: batch sizes to capture, ascending."""
         self._function = function
-        self._inputs = inputs
+        self.inputs = [*inputs]
         self.sizes = tuple(sizes)
         self._captured: dict[int, tuple[Replay, Tensors]] = {}
         # By number of requests: to slice the values anew in every step would cost microseconds.
@@ -77,7 +77,7 @@ class RequestGraphs:
         """
         self.fill(())
         for size in self.sizes[::-1][places]:
-            arguments = [each.buffer[: size * each.rows] for each in self._inputs]
+            arguments = [each.buffer[: size * each.rows] for each in self.inputs]
             self._captured[size] = record(partial(self._function, *arguments))
         self._served.clear()
 
@@ -96,6 +96,10 @@ class RequestGraphs:
         """Return whether a batch of so many requests was captured."""
         return self._for(requests) is not None
 
+    def size_for(self, requests: int) -> int:
+        """Return the smallest size that fits; 0 if there is none."""
+        return next((size for size in self.sizes if size >= requests), 0)
+
     def replay(self, requests: int) -> Tensors:
         """Replay with the arguments that were filled in last, which have as many requests.
 
@@ -113,19 +117,21 @@ class RequestGraphs:
         """Return the replay of the smallest size that fits, and views of its values; None if there
         is none."""
         if requests not in self._served:
-            size = next((size for size in self.sizes if size >= requests), 0)
-            found = self._captured.get(size)
+            found = self._captured.get(self.size_for(requests))
             self._served[requests] = found and (found[0], tuple(v[:requests] for v in found[1]))
         return self._served[requests]
 
     def fill(self, arguments: Sequence[torch.Tensor]) -> None:
-        """Copy a batch to the fixed addresses; without arguments, a batch of padding alone."""
+        """Copy a batch to the fixed addresses; without arguments, a batch of padding alone.
+
+        The last arguments may be missing, if a graph of this size does not read them.
+        """
         if not arguments:
-            for each in self._inputs:
+            for each in self.inputs:
                 each.fill(0)
             return
         requests = arguments[0].shape[0]
-        for each, argument in zip(self._inputs, arguments, strict=True):
+        for each, argument in zip(self.inputs, arguments, strict=False):
             each.fill(requests, argument)
 
 

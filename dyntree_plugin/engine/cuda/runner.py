@@ -79,7 +79,7 @@ class TreeGPUModelRunner(GPUStage, TreeRunnerMixin):
     graphs: CapturedStages
 
     def make_graphs(self) -> CapturedStages:
-        return CapturedStages(self._captured_drafting, self._recording)
+        return CapturedStages(self._captured_drafting, self._recording, self._states_in_graphs)
 
     def _captured_drafting(self, stages: DraftStages) -> CapturedDrafting:
         most = min(self.max_num_reqs, MOST_REQUESTS)
@@ -91,7 +91,14 @@ class TreeGPUModelRunner(GPUStage, TreeRunnerMixin):
             sizes, fewest = [*node_buckets(shape.node_budget)], 0
         numbers = sorted({1 + min(size, shape.max_depth) for size in sizes})
         of_trees = self.trees.spare, self.trees.vocabulary
-        return CapturedDrafting(stages, numbers, most, *of_trees, fewest)
+        return CapturedDrafting(stages, numbers, most, *of_trees, fewest, shape.node_budget)
+
+    def _states_in_graphs(self) -> tuple[torch.Tensor, ...]:
+        """Return where the target's graphs leave the hidden states that a draft reads."""
+        manager: Any = self.cudagraph_manager
+        if manager.aux_hidden_states or not self.trees.shape.head:
+            return tuple(manager.aux_hidden_states)
+        return () if manager.hidden_states is None else (manager.hidden_states,)
 
     @contextmanager
     def _recording(self) -> Iterator[Record]:

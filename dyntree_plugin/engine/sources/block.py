@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from dyntree_plugin.engine.step.catch_up import CatchUp
-from dyntree_plugin.engine.step.records import Emitted
+from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, TreeRows
 
@@ -25,7 +25,7 @@ class BlockReader(Protocol):
 
     @property
     def shift(self) -> int: ...
-    def receive(self, step: CatchUp) -> None: ...
+    def receive(self, emitted: Emitted, target: TargetStates) -> None: ...
     def follow(self, requests: Requests, emitted: Emitted) -> None: ...
     def follow_prompts(self, step: CatchUp) -> None: ...
 
@@ -61,9 +61,9 @@ class BlockDraft:
     def shift(self) -> int:
         return self.reader.shift
 
-    def receive(self, step: CatchUp) -> None:
+    def receive(self, emitted: Emitted, target: TargetStates) -> None:
         """Copy what the draft reads of the target's hidden states."""
-        self.reader.receive(step)
+        self.reader.receive(emitted, target)
 
     def follow(self, requests: Requests, emitted: Emitted) -> None:
         """Read the emitted tokens, the last of which are the new roots; all requests decode."""

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from dyntree_plugin.engine.step.catch_up import CatchUp, prompt_rows
-from dyntree_plugin.engine.step.records import Emitted
+from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TreeRows
 from dyntree_plugin.tree.padded import of_width, readable
@@ -113,7 +113,7 @@ class DraftModels:
         self._writer = writer
         self.models = [DraftModel(model, memory, vocabulary) for model in (speculator, *further)]
 
-    def receive(self, step: CatchUp) -> None:
+    def receive(self, emitted: Emitted, target: TargetStates) -> None:
         """Do nothing: a separate model reads tokens alone."""
 
     def follow(self, requests: Requests, emitted: Emitted) -> None:

@@ -97,10 +97,10 @@ class TargetHead:
         self._memory = memory
         self._writer = writer
 
-    def receive(self, step: CatchUp) -> None:
+    def receive(self, emitted: Emitted, target: TargetStates) -> None:
         """Copy the target's states before the emitted tokens: of the root and the accepted path."""
-        before = step.target.rows_before(step.emitted.most).flatten()
-        states = self._combined(step.target, before)
+        before = target.rows_before(emitted.most).flatten()
+        states = self._combined(target, before)
         self._states.given[: len(before)].copy_(states)
 
     def follow(self, requests: Requests, emitted: Emitted) -> None:
@@ -148,10 +148,10 @@ class ContextHead(TargetHead):
     roots' alone are used.
     """
 
-    def receive(self, step: CatchUp) -> None:
+    def receive(self, emitted: Emitted, target: TargetStates) -> None:
         """Copy the target's states before the roots."""
-        before = step.target.rows_before(step.emitted.most)
-        states = self._combined(step.target, before.gather(1, _last(step.emitted))[:, 0])
+        before = target.rows_before(emitted.most)
+        states = self._combined(target, before.gather(1, _last(emitted))[:, 0])
         self._states.given[: len(states)].copy_(states)
 
     def follow(self, requests: Requests, emitted: Emitted) -> None:

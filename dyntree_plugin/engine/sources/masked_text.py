@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from dyntree_plugin.engine.sources.draft_models import FilledRows
 from dyntree_plugin.engine.sources.head import joined
 from dyntree_plugin.engine.step.catch_up import CatchUp, Masks, prompt_rows
-from dyntree_plugin.engine.step.records import Emitted
+from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter
 
@@ -59,12 +59,12 @@ class MaskedText:
         self._masks = Masks(hidden.shape[1] - 1, mask)
         self.shift = memory.shift
 
-    def receive(self, step: CatchUp) -> None:
+    def receive(self, emitted: Emitted, target: TargetStates) -> None:
         """Copy the target's states before the emitted tokens: of the root and the accepted path."""
         if self._of_head is not None:
             combine, given = self._of_head
-            before = step.target.rows_before(step.emitted.most).flatten()
-            states = combine(joined(step.target, before))
+            before = target.rows_before(emitted.most).flatten()
+            states = combine(joined(target, before))
             given[: len(states)].copy_(states)
 
     def follow(self, requests: Requests, emitted: Emitted) -> None:

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from dyntree_plugin.engine.sources.head import joined
 from dyntree_plugin.engine.step.catch_up import CatchUp, prompt_rows
-from dyntree_plugin.engine.step.records import Emitted
+from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import PAD_SLOT, RowMemory, RowWriter, TreeRows, first_bits
 
@@ -84,10 +84,10 @@ class StateBlocks:
         self.root_ids = torch.zeros(memory.requests, dtype=torch.int32, device=memory.device)
         self._width = length if block.root_proposes else 1 + length
 
-    def receive(self, step: CatchUp) -> None:
+    def receive(self, emitted: Emitted, target: TargetStates) -> None:
         """Copy the target's states before the emitted tokens: of the root and the accepted path."""
-        before = step.target.rows_before(step.emitted.most).flatten()
-        self._given[: len(before)].copy_(self._block.combine(joined(step.target, before)))
+        before = target.rows_before(emitted.most).flatten()
+        self._given[: len(before)].copy_(self._block.combine(joined(target, before)))
 
     def follow(self, requests: Requests, emitted: Emitted) -> None:
         """Keep the states before the emitted tokens, the last of which are the new roots."""

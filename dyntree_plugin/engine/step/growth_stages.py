@@ -10,7 +10,7 @@ from dyntree_kernels.contracts import OfRequests, StepGrowth, expansions_of
 from dyntree_kernels.paths import Paths
 from dyntree_plugin.engine.step.catch_up import CatchUp
 from dyntree_plugin.engine.step.draft_paths import DraftPaths
-from dyntree_plugin.engine.step.records import Emitted
+from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowWriter, TreeRows, describe
 from dyntree_plugin.engine.step.source import NodeSource
@@ -85,9 +85,9 @@ class DraftStages:
         """Whether each stage can be captured by itself."""
         return self._growth.resumable
 
-    def receive(self, step: CatchUp) -> None:
-        """Copy what `catch_up` reads of the target; it has no graph."""
-        self._draft.receive(step)
+    def receive(self, emitted: Emitted, target: TargetStates) -> None:
+        """Copy what `catch_up` reads of the target."""
+        self._draft.receive(emitted, target)
 
     def catch_up(self, requests: Requests, emitted: Emitted) -> None:
         self._draft.follow(requests, emitted)
@@ -200,7 +200,7 @@ class Eager:
         self._rank = rank
 
     def catch_up(self, step: CatchUp) -> None:
-        self._stages.receive(step)
+        self._stages.receive(step.emitted, step.target)
         self._stages.catch_up(self._requests, step.emitted)
 
     def root(self) -> None:

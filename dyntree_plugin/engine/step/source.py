@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from dyntree_plugin.engine.step.catch_up import CatchUp
-from dyntree_plugin.engine.step.records import Emitted
+from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import TreeRows
 
@@ -28,8 +28,8 @@ class NodeSource(Protocol):
         hidden state before the token."""
         ...
 
-    def receive(self, step: CatchUp) -> None:
-        """Copy what `follow` reads of the target's hidden states. It has no graph."""
+    def receive(self, emitted: Emitted, target: TargetStates) -> None:
+        """Copy what `follow` reads of the target's hidden states."""
         ...
 
     def follow(self, requests: Requests, emitted: Emitted) -> None:

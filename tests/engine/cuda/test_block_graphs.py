@@ -54,7 +54,7 @@ Change = Callable[[pytest.MonkeyPatch, BlockDraft], None]
 
 
 def not_received(patch: pytest.MonkeyPatch, block: BlockDraft) -> None:
-    patch.setattr(block, "receive", lambda step: None)
+    patch.setattr(block, "receive", lambda emitted, target: None)
 
 
 def deeper(patch: pytest.MonkeyPatch, block: BlockDraft) -> None:

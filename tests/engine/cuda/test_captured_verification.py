@@ -29,6 +29,7 @@ from dyntree_kernels.learning import Learn  # noqa: E402
 from dyntree_plugin.engine.attention.cpu import PathMover  # noqa: E402
 from dyntree_plugin.engine.cuda import captured as capturing  # noqa: E402
 from dyntree_plugin.engine.cuda.captured import CapturedStages  # noqa: E402
+from dyntree_plugin.engine.cuda.captured_catch_up import StateInputs  # noqa: E402
 from dyntree_plugin.engine.cuda.graphs import Call, Record, Replay, Tensors  # noqa: E402
 from dyntree_plugin.engine.layer_kinds import Accepted, Keeper, Move  # noqa: E402
 from dyntree_plugin.engine.runner import TreeRunnerMixin  # noqa: E402
@@ -301,14 +302,20 @@ def test_drafting_reads_what_verification_wrote() -> None:
         torch.zeros(MOST).long(), torch.zeros(MOST, width).long(), torch.zeros(MOST).int(), width
     )
     requests = capturing.packed_input(MOST, torch.device("cpu"))
-    drafting: Any = SimpleNamespace(packed=requests, emitted=emitted)
+    states = StateInputs([torch.zeros(1, 1)], MOST, 1, width - 1)
+    catch_up = SimpleNamespace(states=states)
+    drafting: Any = SimpleNamespace(packed=requests, emitted=emitted, catch_up=catch_up)
     captured.graphs._drafting = drafting
     captured.capture(replayed)
     found = captured.verify()
     assert same(found, eager.verify())
     assert torch.equal(requests.buffer[:3], captured.packed)
-    got = (emitted.tokens, emitted.roots, emitted.counts)
-    assert all(torch.equal(ours[:3], found[at]) for ours, at in zip(got, (1, 3, 5), strict=True))
+    got = (states.path, emitted.tokens, states.root_rows, emitted.roots, emitted.counts)
+    there = zip(got, (0, 1, 2, 3, 5), strict=True)
+    assert all(torch.equal(ours[:3], found[at]) for ours, at in there)
+    # Padding requests read rows that every batch has.
+    assert states.path[3:].max() == -1
+    assert states.root_rows[3:].max() == 0
     assert emitted.counts[:3].min() > 0
 
 

@@ -142,7 +142,7 @@ def test_forwards_are_replayed_in_few_graphs(
     """Three forwards are a run of two and one of one, unless every step has three."""
     stages = draftings()[1].drafter.stages
     made, asked = CapturedDrafting(stages, [5], MOST, MOST, VOCAB, fewest), Counter[int]()
-    every = [graphs for graphs in made.stages if graphs not in made.catch_up.values()]
+    every = [graphs for graphs in made.stages if graphs not in made.catch_up.graphs.values()]
     with torch.inference_mode():
         for graphs in every:
             graphs.capture(lambda run: (lambda: asked.update([forwards]), run()))

@@ -186,7 +186,9 @@ def test_graphs_that_the_profile_does_not_capture_are_counted(
         return None, ()
 
     graphs = RequestGraphs(lambda x: (x,), [Input(torch.zeros(8))], (1, 2, 4, 8))
-    drafting: Any = SimpleNamespace(stages=[graphs], capture=graphs.capture)
+    drafting: Any = SimpleNamespace(
+        stages=[graphs], capture=lambda record, hidden: graphs.capture(record)
+    )
     verified: list[int] = []
     captured: Any = CapturedStages(lambda _: drafting, lambda: nullcontext(record))
     captured.capture_verification = lambda _, most: verified.append(most)

@@ -89,7 +89,7 @@ def test_any_number_of_requests_gets_what_the_function_gives() -> None:
 
 def test_padding_is_written_where_there_is_none_and_never_again() -> None:
     graphs = captured(sizes=(MOST,))
-    index = graphs._inputs[0].buffer
+    index = graphs.inputs[0].buffer
     graphs(*batch(2))
     assert index.tolist() == [0, 1, -1, -1, -1, -1, -1, -1]
     index[6:] = -7
@@ -158,13 +158,13 @@ def test_what_was_written_in_place_is_padded_but_not_copied(
 
 def test_inputs_and_values_stay_where_they_are() -> None:
     graphs = captured()
-    addresses = [each.buffer.data_ptr() for each in graphs._inputs]
+    addresses = [each.buffer.data_ptr() for each in graphs.inputs]
     first = graphs(*batch(3))
     second = graphs(*batch(4))
     assert first is not None
     assert second is not None
     assert first[0].data_ptr() == second[0].data_ptr()
-    assert [each.buffer.data_ptr() for each in graphs._inputs] == addresses
+    assert [each.buffer.data_ptr() for each in graphs.inputs] == addresses
 
 
 def test_a_batch_larger_than_all_that_was_captured_is_not_served() -> None:
