@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import textwrap
 from collections.abc import Callable
@@ -103,22 +104,44 @@ def _of_sources() -> str:
     return "\n".join(lines)
 
 
-def _tokens_per_step(name: str) -> str:
-    """Compare engines by their tokens per step alone, and with the chain that has the most."""
-    result = read(RESULTS / f"{name}.json")
-    cells = list(dict.fromkeys(series.cell for series in result.series))
+def _tokens_per_step(*names: str) -> str:
+    """Compare engines by their tokens per step alone, and with the chain that has the most.
+
+    Standard errors, where results have them, are those of independent samples: engines serve the
+    same prompts, so that those of the ratios are rather too large.
+    """
+    results = [read(RESULTS / f"{name}.json") for name in names]
+    cells = list(dict.fromkeys(series.cell for series in results[0].series))
+    kinds = {engine.name: engine.kind for result in results for engine in result.engines}
     lines = ["| | " + " | ".join(f"temperature {c.temperature:g} | × best chain" for c in cells)]
     lines[0] += " |"
     lines.append("|---|" + "---:|" * (2 * len(cells)))
-    for engine in result.engines:
-        line = f"| {engine.name} |"
-        for cell in cells:
-            found = {row.series.engine: row.tokens_per_step or 0.0 for row in rows(result, cell)}
-            best = max(found.get(e.name, 0.0) for e in result.engines if e.kind == "chain")
-            own = found.get(engine.name)
-            line += " – | – |" if own is None else f" {own:.2f} | {own / best:.2f} |"
-        lines.append(line)
+    lines += [f"| {name} |" for name in kinds]
+    for cell in cells:
+        found = {row.series.engine: _emitted(row) for r in results for row in rows(r, cell)}
+        best = max(found[name] for name in kinds if kinds[name] == "chain" and name in found)
+        for number, name in enumerate(kinds, 2):
+            if name not in found:
+                lines[number] += " – | – |"
+                continue
+            own, off = found[name]
+            ratio = own / best[0]
+            spread = (
+                0.0 if found[name] == best else ratio * math.hypot(off / own, best[1] / best[0])
+            )
+            lines[number] += f" {_with_error(own, off)} | {_with_error(ratio, spread)} |"
     return "\n".join(lines)
+
+
+def _emitted(row: Row) -> tuple[float, float]:
+    """Return the tokens per step, and their standard error, 0 if it is unknown."""
+    runs = row.series.runs
+    errors = math.hypot(*(run.tokens_per_step_error for run in runs)) / len(runs)
+    return row.tokens_per_step or 0.0, errors
+
+
+def _with_error(value: float, error: float) -> str:
+    return f"{value:.2f} ± {error:.2f}" if error else f"{value:.2f}"
 
 
 def _by_requests(*files: str) -> str:
@@ -249,6 +272,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "acceptance": lambda: _acceptance("acceptance-cpu"),
     "drawn_trees": lambda: report.drawn_markdown([_result(f"{name}-cpu") for name in DRAWN]),
     "bound": lambda: bound.table(_result("bound-cpu")["bounds"]),
+    "bound_head": lambda: bound.table(_result("bound-eagle3-cpu")["bounds"]),
     "posterior": lambda: report.posterior_markdown(_result("posterior-cpu")),
     "sources": _of_sources,
     **{f"sources_{name}": partial(_acceptance, f"sources-{name}-cpu") for name in SOURCES},
@@ -272,7 +296,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_drawn": lambda: _speed("serve-llama-1b-drawn"),
     "serve_drawn_16": lambda: _speed("serve-llama-1b-drawn-16"),
     "serve_head": lambda: _tokens_per_step("tokens-eagle3"),
-    "serve_head_drawn": lambda: _tokens_per_step("tokens-eagle3-drawn"),
+    "head_drawn_trees": lambda: _tokens_per_step("tokens-eagle3-chains"),
     "tokens_drawn": lambda: _tokens_per_step("tokens-drawn"),
     "serve_block_draft": lambda: _tokens_per_step("tokens-dflash"),
     "speed_block_draft": lambda: _speed("serve-llama-1b-dflash"),

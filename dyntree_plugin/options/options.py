@@ -23,6 +23,7 @@ from dyntree_plugin.options.methods import DRAWN, draws_chains, kind_of_draft
 from dyntree_plugin.options.shape import (
     BLOCK_NODES,
     DRAWN_CHILDREN,
+    DRAWN_DEEP,
     LOOK_UP_DEPTH,
     MOST_FORWARDS,
     shape_of,
@@ -86,9 +87,9 @@ class DynTreeOptions(BaseModel):
         description="Most draft forwards of a step, the catch-up included. A forward adds a level "
         "to the draft's candidates; those of look-up need none. At most max_depth.",
         json_schema_extra={
-            "derived": f"node_budget, at most {MOST_FORWARDS}, with an adaptive budget or "
-            "exactness distribution; else 2 log2(node_budget), rounded: 8 for 16, 12 for 64; "
-            "without look-up, max_depth if that is given"
+            "derived": f"node_budget, at most {MOST_FORWARDS}, with an adaptive budget, or "
+            f"with exactness distribution and up to {DRAWN_DEEP} nodes; else 2 log2(node_budget), "
+            "rounded: 8 for 16, 12 for 64; without look-up, max_depth if that is given"
         },
     )
     lookup: Switch | None = Field(

@@ -231,8 +231,9 @@ def test_what_was_asked_for_and_has_no_effect_is_named_and_not_shown(
     [
         ({}, 32, 16),
         ({"budget": "fixed"}, 32, 12),
+        ({"budget": "fixed", "exactness": "distribution"}, 32, 12),
         # What is drawn stays good deeper than coupled candidates do.
-        ({"budget": "fixed", "exactness": "distribution"}, 32, 16),
+        ({"budget": "fixed", "exactness": "distribution", "node_budget": 32}, 32, 16),
         ({"max_depth": 6}, 6, 6),
         ({"max_forwards": 3}, 32, 3),
         ({"lookup": "off"}, 16, 16),
