@@ -17,8 +17,14 @@ def serve_emulated_in_stages(
     return stages.serve_in_stages(engine, runs, program=__file__, TRITON_INTERPRET="1")
 
 
-if __name__ == "__main__":
+def configure() -> None:
     from emulated import worker
 
-    worker.configure()  # the stages are copies of this process
+    worker.configure()
+
+
+if __name__ == "__mp_main__":  # a stage, before it loads the plugin
+    configure()
+if __name__ == "__main__":
+    configure()
     stages.main(stages.StagedEngine)

@@ -202,9 +202,11 @@ class Engine:
 
         # vLLM collects garbage ten times while an engine starts: 6 of 9.5 seconds.
         gc.freeze()
-        # For a CPU vLLM starts each worker as a new process, which imports everything once more.
+        # For a CPU vLLM starts each worker as a new process, which imports everything once more. An
+        # emulated engine has numba's threads already, and cannot be copied.
         executor_module: Any = multiproc_executor
-        executor_module.get_mp_context = partial(multiprocessing.get_context, "fork")
+        if "TRITON_INTERPRET" not in os.environ:
+            executor_module.get_mp_context = partial(multiprocessing.get_context, "fork")
         if "." in (executor := arguments.get(EXECUTOR, "")):  # vLLM asks it about pipelines
             arguments = arguments | {EXECUTOR: resolve_obj_by_qualname(executor)}
         self.llm = LLM(**DEFAULTS | arguments)
