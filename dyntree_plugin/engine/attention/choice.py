@@ -116,11 +116,7 @@ def choose_kernel(
     if choice.name == "triton":
         return triton, triton
     if choice.name == "xqa":
-        from dyntree_kernels.cuda.xqa import XqaTreeAttention
-
-        words, processors = -(-columns // 32), properties.multi_processor_count
-        xqa = XqaTreeAttention(built["xqa"], heads.kv, words, processors, device)
-        return XqaTrees(xqa), triton
+        return _xqa(built["xqa"], heads, columns, properties.multi_processor_count, device), triton
     flashinfer = FlashInferTrees(
         built["flashinfer"],
         heads,
@@ -131,6 +127,14 @@ def choose_kernel(
         graphs=_graph_sizes(vllm_config),
     )
     return flashinfer, triton
+
+
+def _xqa(
+    module: Xqa, heads: Heads, columns: int, processors: int, device: torch.device
+) -> XqaTrees:
+    from dyntree_kernels.cuda.xqa import XqaTreeAttention
+
+    return XqaTrees(XqaTreeAttention(module, heads.kv, -(-columns // 32), processors, device))
 
 
 def _graph_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
