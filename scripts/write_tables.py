@@ -296,7 +296,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_drawn": lambda: _speed("serve-llama-1b-drawn"),
     "serve_drawn_16": lambda: _speed("serve-llama-1b-drawn-16"),
     "serve_head": lambda: _tokens_per_step("tokens-eagle3"),
-    "head_drawn_trees": lambda: _tokens_per_step("tokens-eagle3-chains"),
+    "head_drawn_trees": lambda: _tokens_per_step("tokens-eagle3-chains", "tokens-eagle3-trees"),
     "tokens_drawn": lambda: _tokens_per_step("tokens-drawn"),
     "serve_block_draft": lambda: _tokens_per_step("tokens-dflash"),
     "speed_block_draft": lambda: _speed("serve-llama-1b-dflash"),
