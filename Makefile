@@ -36,11 +36,11 @@ test-slow: .venv/installed ## Runs the tests marked slow.
 	$(BIN)/pytest -m slow -n 2 --dist loadfile $(ARGS)
 
 soak: .venv/installed ## Has many clients at one server and repeats their answers; MINUTES=10, CLIENTS=64.
-	PYTHONPATH=tests $(BIN)/python tests/e2e/soak.py $(if $(MINUTES),--minutes $(MINUTES)) \
+	PYTHONPATH=.:tests $(BIN)/python tests/e2e/soak.py $(if $(MINUTES),--minutes $(MINUTES)) \
 		$(if $(CLIENTS),--clients $(CLIENTS)) $(ARGS)
 
 fuzz: .venv/installed ## Compares random requests on random engines with none; CASES=10000, ARGS=--help.
-	PYTHONPATH=tests $(BIN)/python tests/e2e/fuzz.py $(if $(CASES),--cases $(CASES)) $(ARGS)
+	PYTHONPATH=.:tests $(BIN)/python tests/e2e/fuzz.py $(if $(CASES),--cases $(CASES)) $(ARGS)
 
 gpu-kernels: ## Checks and measures the kernels on this machine's GPU; OUT=... says where results go.
 	@scripts/gpu_kernels.sh
@@ -56,7 +56,7 @@ tables: .venv/installed ## Writes the generated tables into the pages.
 
 screenshots: .venv/installed ## Makes the README's pictures.
 	$(BIN)/python scripts/show_screenshot.py
-	PYTHONPATH=tests $(BIN)/python tests/monitoring/screenshots.py docs/images
+	PYTHONPATH=.:tests $(BIN)/python tests/monitoring/screenshots.py docs/images
 
 lint: .venv/installed ## Checks style and types.
 	$(BIN)/shellcheck scripts/*.sh .ci/run

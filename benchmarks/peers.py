@@ -55,18 +55,23 @@ def of_transformers(target: Path, draft: Path, length: int, tokens: int) -> Deco
     small.generation_config.assistant_confidence_threshold = 0.0
 
     def decode(prompt: str, temperature: float) -> tuple[int, float]:
-        set_seed(0)
         given = torch.tensor(tokenizer.encode(prompt))[None]
         sampled = {"do_sample": True, "temperature": temperature, "top_k": 0}
-        began = time.perf_counter()
-        found = large.generate(
-            given,
-            min_new_tokens=tokens,
-            max_new_tokens=tokens,
-            assistant_model=None if length == NONE else small,
-            **sampled if temperature else {},
-        )
-        return found.shape[1] - given.shape[1], time.perf_counter() - began
+
+        def seconds(count: int) -> float:
+            set_seed(0)
+            began = time.perf_counter()
+            large.generate(
+                given,
+                min_new_tokens=count,
+                max_new_tokens=count,
+                assistant_model=None if length == NONE else small,
+                **sampled if temperature else {},
+            )
+            return time.perf_counter() - began
+
+        # The first token has the time of the prompt.
+        return tokens - 1, seconds(tokens) - seconds(1)
 
     return decode
 
@@ -122,6 +127,13 @@ def exported(source: Path, model: Path, file: Path) -> Path:
     return file
 
 
+def version(source: Path) -> str:
+    """Return what llama.cpp says of its version."""
+    words = [str(source / "build" / "bin" / "llama-completion"), "--version"]
+    done = subprocess.run(words, capture_output=True, check=True, text=True)
+    return (done.stdout + done.stderr).strip().splitlines()[0]
+
+
 def measure(decode: Decode, prompts: Sequence[str], temperature: float) -> list[float]:
     """Return the milliseconds per token of each prompt."""
     decode(prompts[0], temperature)  # the first time is slower
@@ -160,6 +172,8 @@ def main(
                     series.append({**of_one, "ms_per_token": times})
                     print(f"{of_one}: {statistics.fmean(times):.1f} ms per token")  # noqa: T201
     settings = {"shape": shape, "requests": requests, "tokens": tokens, "dtype": "bfloat16"}
+    if llama_cpp is not None:
+        settings["llama.cpp"] = version(llama_cpp)
     result = {"provenance": provenance(), "settings": settings, "series": series}
     output.write_text(json.dumps(result, indent=1) + "\n")
 

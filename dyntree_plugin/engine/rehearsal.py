@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import (
     CachedRequestData,
@@ -22,6 +23,8 @@ from vllm.v1.core.sched.output import (
 )
 from vllm.v1.worker.gpu.warmup import _warmup_block_counter
 
+# vLLM shows only what is logged below the name of its package.
+logger = init_logger("vllm.dyntree")
 PROMPT = [0, 1]
 STEPS = 4
 """Steps after the prompts."""
@@ -31,13 +34,16 @@ STEPS = 4
 def rehearse(worker: Any) -> None:
     """Serve a few requests of every kind, if possible two at a time; the KV cache must be there.
 
-    Every rank calls it.
+    Every rank calls it. If the context or the cache has no room for a few steps, nothing runs, and
+    the first requests wait for kernels.
     """
     greedy, every = SamplingParams(temperature=0), SamplingParams.for_sampler_warmup()
     rare = SamplingParams(logprob_token_ids=[0], thinking_token_budget=1)
     params = [greedy, greedy, every, rare]
     rehearsal = _Rehearsal(worker)
-    together = rehearsal.most(2)
+    if (together := rehearsal.most(2)) == 0:
+        logger.info_once("No room to rehearse steps: the first requests compile kernels.")
+        return
     for first in range(0, len(params), together):
         rehearsal.serve(params[first : first + together])
     if (zeroer := worker.model_runner.kv_block_zeroer) is not None:
@@ -50,11 +56,11 @@ class _Rehearsal:
     def __init__(self, worker: Any) -> None:
         self._worker, runner = worker, worker.model_runner
         self._runner = runner
-        room = runner.max_model_len - len(PROMPT) - 1
-        self._drafts: int = min(runner.num_speculative_steps, room)
+        of_step = (runner.max_model_len - len(PROMPT) - 1) // STEPS
+        self._drafts: int = max(0, min(runner.num_speculative_steps, of_step - 1))
         self._rows = self._drafts + 1
+        self._fits: bool = of_step > 0
         self._computed: dict[str, int] = {}
-        self._longest: int = runner.max_model_len - self._rows
         count, length = _warmup_block_counter(runner), len(PROMPT) + STEPS * self._rows
         groups = runner.kv_cache_config.kv_cache_groups
         self._blocks = [count(length, group.kv_cache_spec) for group in groups]
@@ -62,9 +68,9 @@ class _Rehearsal:
     def most(self, requests: int) -> int:
         """Return how many requests there may be at a time, ``requests`` at most."""
         runner, needed = self._runner, max(1, sum(self._blocks))
-        fit = (runner.kv_cache_config.num_blocks - 1) // needed
-        bounds = runner.max_num_reqs, runner.max_num_tokens // self._rows, fit
-        return max(1, min(requests, *map(int, bounds)))
+        fit = (runner.kv_cache_config.num_blocks - 1) // needed if self._fits else 0
+        bounds = runner.max_num_reqs, max(1, runner.max_num_tokens // self._rows), fit
+        return min(requests, *map(int, bounds))
 
     def serve(self, params: Sequence[SamplingParams]) -> None:
         self._runner.kv_connector.set_disabled(True)
@@ -125,7 +131,7 @@ class _Rehearsal:
             allowed = GrammarOutput([*names], everything)
         self._step(rows, allowed, scheduled_cached_reqs=cached, scheduled_spec_decode_tokens=drafts)
         for name in names:
-            self._computed[name] = min(self._computed[name] + rows[name], self._longest)
+            self._computed[name] += rows[name]
 
     def _step(
         self, rows: dict[str, int], allowed: GrammarOutput | None = None, **scheduled: Any

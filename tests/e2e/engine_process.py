@@ -42,6 +42,8 @@ DEFAULTS: Mapping[str, Any] = {
 """Arguments of ``LLM`` for every engine that does not have its own."""
 
 EXECUTOR = "distributed_executor_backend"
+AS_FOR_USERS = "START_WORKERS_AS_FOR_USERS"
+"""A variable with which an engine starts its workers as vLLM does for users."""
 Metrics = dict[str, float]
 """Values by series, as in ``name{depth=1}``. The labels of model and engine are left out."""
 
@@ -205,7 +207,7 @@ class Engine:
         # For a CPU vLLM starts each worker as a new process, which imports everything once more. An
         # emulated engine has numba's threads already, and cannot be copied.
         executor_module: Any = multiproc_executor
-        if "TRITON_INTERPRET" not in os.environ:
+        if not {"TRITON_INTERPRET", AS_FOR_USERS} & {*os.environ} and not cuda.is_available():
             executor_module.get_mp_context = partial(multiprocessing.get_context, "fork")
         if "." in (executor := arguments.get(EXECUTOR, "")):  # vLLM asks it about pipelines
             arguments = arguments | {EXECUTOR: resolve_obj_by_qualname(executor)}

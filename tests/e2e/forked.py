@@ -19,7 +19,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
-TESTS = str(Path(__file__).parents[1])
+IMPORTABLE = [str(Path(__file__).parents[number]) for number in range(3)]
+"""Folders of the tests' modules, and of the repository."""
 THREADS = 1
 """Number of OpenMP threads, which OpenMP reads from the environment when it is loaded."""
 ON_EVERY_CORE = {"KMP_AFFINITY": "none"}
@@ -40,7 +41,9 @@ def run(
     ``log`` gets what it prints. All its child processes end with it.
     """
     context = multiprocessing.get_context("forkserver")
-    with _lock, mock.patch.dict(os.environ, {**environment, **ON_EVERY_CORE}):
+    # The server gets no path but that of its environment, and is silent if it cannot import.
+    server = {**environment, **ON_EVERY_CORE, "PYTHONPATH": _path(environment)}
+    with _lock, mock.patch.dict(os.environ, server):
         context.set_forkserver_preload(["quick_start"])
         forkserver.ensure_running()
     process = context.Process(target=_become, args=(program, arguments, dict(environment), log))
@@ -64,11 +67,10 @@ def run_afresh(
     seconds: float,
 ) -> int | None:
     """Run a program as `run` does, but in a new process that has imported nothing."""
-    importable = os.pathsep.join(filter(None, [TESTS, environment.get("PYTHONPATH")]))
     with log.open("w") as stream:
         process = subprocess.Popen(
             [sys.executable, program, *arguments],
-            env={**environment, "PYTHONPATH": importable},
+            env={**environment, "PYTHONPATH": _path(environment)},
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -84,9 +86,15 @@ def run_afresh(
         process.wait()
 
 
+def _path(environment: Mapping[str, str]) -> str:
+    return os.pathsep.join(filter(None, [*IMPORTABLE, environment.get("PYTHONPATH")]))
+
+
 def _become(
     program: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> None:
+    if "quick_start" not in sys.modules:
+        raise RuntimeError("the server of copies has not imported quick_start")
     os.setsid()
     with log.open("a") as stream:
         for printed in (1, 2):

@@ -1,4 +1,4 @@
-"""An engine whose late compilations are noted. It runs as a program, as engine_process.py does."""
+"""An engine whose compilations are noted. It runs as a program, as engine_process.py does."""
 
 from __future__ import annotations
 
@@ -10,32 +10,30 @@ import compilations
 from engine_process import Engine, Run, answered, main
 
 
-def late(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, list[str]]:
-    """Return, by run, the kernels that were compiled during it. The engine rehearses after the
-    first run, and not before."""
+def compiled(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, list[list[str]]]:
+    """Return, by run, the kernels that were compiled in the rehearsal, and those in the run."""
     return answered(__file__, engine, runs, threads=1)
 
 
-class LateRehearsal(Engine):
+class NotedEngine(Engine):
     def __init__(self, arguments: dict[str, Any]) -> None:
-        with mock.patch("dyntree_plugin.engine.cpu.worker.rehearse"):
-            super().__init__(arguments)
-        self._has_rehearsed = False
-
-    def late(self, run: Run) -> list[str]:
         from dyntree_plugin.engine.rehearsal import rehearse
 
+        self._rehearsed: list[str] = []
+
+        def noted(worker: Any) -> None:
+            before = compilations.versions()
+            rehearse(worker)
+            self._rehearsed = compilations.since(before)
+
+        with mock.patch("dyntree_plugin.engine.cpu.worker.rehearse", noted):
+            super().__init__(arguments)
+
+    def compiled(self, run: Run) -> list[list[str]]:
         before = compilations.versions()
         self.work(run)
-        found = compilations.since(before)
-        if not self._has_rehearsed:
-            self._has_rehearsed = True
-            self.llm.reset_prefix_cache()  # Rehearsed requests write into its blocks.
-            for name in [*self.runner.req_states.req_id_to_index]:  # vLLM does so with a next step.
-                self.runner._remove_request(name)
-            rehearse(self.llm.llm_engine.model_executor.driver_worker.worker)
-        return found
+        return [self._rehearsed, compilations.since(before)]
 
 
 if __name__ == "__main__":
-    main(LateRehearsal, LateRehearsal.late)
+    main(NotedEngine, NotedEngine.compiled)

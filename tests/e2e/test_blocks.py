@@ -58,8 +58,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     ("engine", "draft", "least"),
     [
         # With an adaptive budget, trees of random weights are small.
-        ("in chunks", "DFlash", 0.02),
-        pytest.param("in chunks", "DFlash2", 0.02, marks=pytest.mark.slow),
+        pytest.param("in chunks", "DFlash", 0.02, marks=pytest.mark.slow),
+        ("in chunks", "DFlash2", 0.02),
         pytest.param("in chunks", "Muse-Glimmer", 0.02, marks=pytest.mark.slow),
         ("in chunks", "PARD", 0.3),
         ("alone", "DSpark", 0.3),

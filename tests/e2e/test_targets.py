@@ -274,7 +274,7 @@ _OF_RANKS = (*_SPLIT, "compiled")
 _OF_STATES = ("block", "cached draft", "look-up", *_OF_RANKS)
 KINDS = {
     "gemma2": Kind(_windows, ("draft", "look-up", "one group"), _SPLIT),
-    "gpt_oss": Kind(_windows, ("draft",), ("look-up", "block", "one group", *_SPLIT)),
+    "gpt_oss": Kind(_windows, ("draft", "block"), ("look-up", "one group", *_SPLIT)),
     "gemma3_text": Kind(_windows, slow=("draft", "look-up", "one group", "adapters")),
     "mistral": Kind(_windows, slow=("draft", "look-up", "one group")),
     "laguna": Kind(_windows, slow=("look-up", "block")),
@@ -288,7 +288,7 @@ KINDS = {
     "qwen3_next": Kind(_recurrent, ("draft",), ("head", "EAGLE-3", *_OF_STATES)),
     "falcon_h1": Kind(_recurrent, slow=("look-up", "cached look-up")),
     "granitemoehybrid": Kind(_recurrent, slow=("look-up", "cached look-up")),
-    "deepseek_v2": Kind(_latent, ("draft",), ("look-up", "EAGLE-3", *_OF_RANKS), latent_target),
+    "deepseek_v2": Kind(_latent, ("draft", "look-up"), ("EAGLE-3", *_OF_RANKS), latent_target),
     "deepseek_v3": Kind(_latent, ("module",), (), latent_target),
     "gemma3_text, quantised": Kind(_quantised, ("draft",), ("adapters", *_SPLIT), _with_scales),
     "mistral, quantised": Kind(_quantised, (), ("draft",), _with_scales),

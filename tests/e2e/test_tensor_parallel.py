@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import workload
 from comparison import Outputs, explain, mismatches
-from engine_process import Run
+from engine_process import AS_FOR_USERS, Run
 from ranks import Ranked, serve_on_ranks
 
 pytestmark = pytest.mark.e2e
@@ -25,7 +25,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def ranked() -> dict[str, Ranked]:
-    return serve_on_ranks(workload.tree(), RUNS)
+    return serve_on_ranks(workload.tree(), RUNS, **{AS_FOR_USERS: "1"})
 
 
 @pytest.mark.parametrize("name", ["trees", "grammars"])

@@ -40,6 +40,7 @@ EVERYTHING = [
     *each_kind(range(90, 102)),
 ]
 random.Random(5).shuffle(EVERYTHING)
+ONE_OF_EACH = [requests[0] for requests in FEATURES.values()]
 
 BROKEN_TARGET = Run(each_kind(range(24)), sabotage="broken_target")
 CONTINUED = Run(
@@ -67,14 +68,13 @@ TREE_RUNS: dict[str, Run] = {
         abort_after={0: 1, 3: 2, 5: 3, 6: 3, 11: 5, 15: 7},
     ),
     "after the aborted": Run(each_kind(range(164, 180))),
-    "captured": Run(EVERYTHING[::8], sabotage="captured"),
+    "captured": Run(ONE_OF_EACH, sabotage="captured"),
     "broken_draft": Run(each_kind(range(24)), sabotage="broken_draft"),
     "after the broken draft": Run(each_kind(range(24))),
     "broken_target": BROKEN_TARGET,
 }
-
 GREEDY_SAMPLE = Run(OF_KINDS["greedy"].requests[:24])
-SAMPLE = Run([*each_kind(range(12)), *EVERYTHING[::6]])
+SAMPLE = Run([*each_kind(range(12)), *ONE_OF_EACH])
 
 
 def _ranked(name: str, requests: list[Request]) -> dict[str, Run]:
@@ -95,8 +95,8 @@ FIXED_RUNS |= {
         for name in ("repetitive", "phrases", "thinking_budget")
         for broken in sabotage.OF_PATHS
     },
-    "tensors": Run(EVERYTHING[::8], sabotage="tensors"),
-    "guesses": Run(EVERYTHING[::8], sabotage="guesses"),
+    "tensors": Run(ONE_OF_EACH, sabotage="tensors"),
+    "guesses": Run(ONE_OF_EACH, sabotage="guesses"),
     "acceptance": ACCEPTANCE,
     "sample": SAMPLE,
     **{name: Run(each_kind(range(32), max_tokens=24), sabotage=name) for name in sabotage.NAMES},

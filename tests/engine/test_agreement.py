@@ -59,8 +59,7 @@ def _rank(rank: int, widths: list[int | None], folder: str, found: Any) -> None:
 def test_ranks_compare_their_trees(
     widths: list[int | None], reason: str | None, tmp_path: Path
 ) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = multiprocessing.get_context("spawn")
     queues = [context.SimpleQueue() for _ in widths]
     processes = [
         context.Process(target=_rank, args=(rank, widths, str(tmp_path), queues[rank]))

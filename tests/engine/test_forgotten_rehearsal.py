@@ -28,8 +28,11 @@ def test_a_worker_measures_after_it_has_rehearsed_and_forgotten(
 ) -> None:
     done: list[str] = []
     monkeypatch.setattr(cpu, "rehearse", lambda worker: done.append("rehearse"))
+    monkeypatch.setattr(cpu, "set_random_seed", lambda *of_engine: None)
     for stock in (CPUWorker, Worker):
-        monkeypatch.setattr(stock, "compile_or_warm_up_model", lambda self: None)
+        monkeypatch.setattr(
+            stock, "compile_or_warm_up_model", lambda self: done.append("stock rehearses")
+        )
         monkeypatch.setattr(stock, "_maybe_activate_jit_monitor", lambda self: None, raising=False)
     worker: Any = object.__new__(cpu.TreeCPUWorker if device == "cpu" else TreeGPUWorker)
     worker.model_runner = SimpleNamespace(
@@ -37,8 +40,9 @@ def test_a_worker_measures_after_it_has_rehearsed_and_forgotten(
         forget_rehearsal=lambda: done.append("forget"),
         measure_costs=lambda: done.append("measure"),
     )
+    worker.model_config = worker.parallel_config = SimpleNamespace(seed=0, data_parallel_index=0)
     worker.compile_or_warm_up_model()
-    assert done == ["rehearse", "forget", "measure"]
+    assert done == ["stock rehearses", "rehearse", "forget", "measure"]
 
 
 def test_nothing_of_a_rehearsal_is_left_in_the_values_of_nodes_and_in_earlier_steps() -> None:

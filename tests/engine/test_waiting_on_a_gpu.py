@@ -21,7 +21,8 @@ SCRIPT = Path(__file__).parent / "steps_on_a_gpu.py"
 def steps(*more: str, **arguments: Any) -> subprocess.CompletedProcess[str]:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    path = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
+    folders = str(SCRIPT.parents[1]), str(SCRIPT.parents[2])
+    path = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, SCRIPT, json.dumps(arguments), *more],
         capture_output=True,

@@ -1,7 +1,8 @@
-"""The site has every page, and links fit there; `mkdocs build --strict` follows them."""
+"""The site has every page, and links of the repository's pages lead somewhere in it."""
 
 from __future__ import annotations
 
+import re
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ import yaml
 ROOT = Path(__file__).parents[2]
 SITE = runpy.run_path(str(ROOT / "scripts" / "site_links.py"))
 PAGES: dict[str, str] = SITE["PAGES"]
+SOURCES = sorted([*PAGES, *(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md"))])
 URL = "https://forge.example/owner/name"
+LINK = re.compile(r"\]\(([^()\s]+)\)")
 
 
 class Tagged(yaml.SafeLoader):
@@ -39,6 +42,21 @@ def fitted() -> Callable[..., str]:
 def test_the_navigation_has_every_page_once() -> None:
     listed = [*pages(yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Tagged)["nav"])]
     assert sorted(listed) == sorted([*PAGES.values(), *(p.name for p in ROOT.glob("docs/*.md"))])
+
+
+def test_every_relative_link_leads_to_a_page_a_picture_or_the_repository(
+    fitted: Callable[..., str],
+) -> None:
+    read = [fitted((ROOT / source).read_text("utf-8"), source, URL) for source in SOURCES]
+    without_code = [re.sub(r"^ *```.*?^ *```", "", page, flags=re.M | re.S) for page in read]
+    for link in (link for page in without_code for link in LINK.findall(page)):
+        name = link.partition("#")[0]
+        if link.startswith(f"{URL}/"):
+            kind, branch, path = link.removeprefix(f"{URL}/").partition("#")[0].split("/", 2)
+            assert branch == SITE["BRANCH"]
+            assert (ROOT / path).is_dir() if kind == "tree" else (ROOT / path).is_file()
+        elif name and not link.startswith("https://"):
+            assert name in PAGES.values() or (ROOT / "docs" / name).is_file(), link
 
 
 def test_links_are_made_to_fit_the_place_of_the_page(fitted: Callable[..., str]) -> None:

@@ -74,14 +74,25 @@ def xqa(config: VllmConfig | None) -> tuple[torch.dtype, int, int, int] | None:
     table has times of XQA on this GPU, or on any where there is none."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     asked, table = ("", []) if config is None else asked_attention(config)
-    measured = any(x.implementation == "xqa" and device in (None, x.device) for x in table)
-    if config is None or asked != "auto" or not measured:
+    if config is None or asked != "auto":
         return None
-    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    model, parallel = config.model_config, config.parallel_config
     group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
-    # vLLM's blocks on CUDA, unless the user gives others.
-    block = cache.block_size if cache.user_specified_block_size else 16
-    return _dtype(model), model.get_head_size(), group, block
+    measured = any(
+        x.implementation == "xqa"
+        and device in (None, x.device)
+        and (x.head_size, x.group) == (model.get_head_size(), group)
+        for x in table
+    )
+    if not measured or _dtype(model) not in (torch.float16, torch.bfloat16):
+        return None
+    return _dtype(model), model.get_head_size(), group, _block_size(config)
+
+
+def _block_size(config: VllmConfig) -> int:
+    """Return the positions of a block: those of vLLM on CUDA, unless the user gives others."""
+    cache = config.cache_config
+    return cache.block_size if cache.user_specified_block_size else 16
 
 
 def _admitted(config: VllmConfig) -> Iterator[Check]:
@@ -115,7 +126,7 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
     for name, model in models:
         # Drafts run on Triton on every GPU.
         kernel = asked if name == "target" else "triton"
-        yield from _model_checks(name, model, rows, kernel, table)
+        yield from _model_checks(name, model, rows, kernel, table, _block_size(config))
     cache = config.cache_config
     if device_type() == "cpu" and cache.kv_cache_memory_bytes is None:
         yield memory(cache.gpu_memory_utilization)
@@ -134,12 +145,12 @@ def _vocabularies(config: VllmConfig, further: Sequence[SpeculativeConfig]) -> I
 
 
 def _model_checks(
-    name: str, model: ModelConfig, rows: int, asked: str, table: list[Measurement]
+    name: str, model: ModelConfig, rows: int, asked: str, table: list[Measurement], block: int
 ) -> Iterator[Check]:
     architecture = model.model_arch_config
     heads, kv_heads = architecture.total_num_attention_heads, model.get_total_num_kv_heads()
     layers = model.get_total_num_hidden_layers()
-    shape = (heads, kv_heads, model.get_head_size(), _dtype(model), rows, layers)
+    shape = (heads, kv_heads, model.get_head_size(), _dtype(model), rows, layers, block)
     yield kernels.attention(*shape, model=name, asked=asked, table=table)
     if device_type() == "cpu":
         yield kernels.layout(model.get_head_size(), _dtype(model), model=name)

@@ -25,6 +25,7 @@ def attention(
     dtype: torch.dtype = torch.bfloat16,
     rows: int = _ROWS,
     layers: int = 32,
+    block_size: int = 16,
     model: str = "",
     asked: str = "auto",
     table: Collection[dispatch.Measurement] = (),
@@ -47,6 +48,7 @@ def attention(
         rows=rows,
         context=_CONTEXT,
         layers=layers,
+        block_size=block_size,
     )
     shape = (
         f"{heads} heads, {kv_heads} of them with KV, of size {head_size} in "

@@ -7,6 +7,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 
 from typing import Any
 
+from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -38,11 +39,13 @@ class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
             module.CPUModelRunner = stock
 
     def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()  # vLLM 0.33 runs steps there.
         rehearse(self)
         runner: Any = self.model_runner
         runner.forget_rehearsal()
         runner.measure_costs()
-        return super().compile_or_warm_up_model()
+        set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
+        return times
 
 
 class PlainCPUWorker(CPUWorker):

@@ -45,9 +45,8 @@ class LoadedHead(Protocol):
 
 def joined(target: TargetStates, at: torch.Tensor) -> torch.Tensor:
     """Return the target's hidden states in rows ``at`` int64 [N] of a step, [N, layers * H]."""
-    # Joined first: of several layers that takes fewer launches than to select from each.
-    layers = target.hidden
-    return (layers[0] if len(layers) == 1 else torch.cat(layers, dim=-1)).index_select(0, at)
+    selected = [layer.index_select(0, at) for layer in target.hidden]
+    return selected[0] if len(selected) == 1 else torch.cat(selected, dim=-1)
 
 
 class HeadStates:
