@@ -44,8 +44,11 @@ print(target)
 )
 @pytest.mark.parametrize(
     ("architecture", "kernel"),
-    [("8.0", VARIANT), ("9.0a", VARIANT), ("9.0a", XQA), ("12.0a", XQA)],
-    ids=["8.0", "9.0a", "9.0a, XQA", "12.0a, XQA"],
+    [
+        *((each, VARIANT) for each in ("8.0", "9.0a", "10.0a")),
+        *((each, XQA) for each in ("9.0a", "12.0a")),
+    ],
+    ids=["8.0", "9.0a", "10.0a", "9.0a, XQA", "12.0a, XQA"],
 )
 def test_the_kernel_that_reads_bits_compiles(
     architecture: str, kernel: tuple[str, str], tmp_path: Path
