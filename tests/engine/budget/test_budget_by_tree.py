@@ -199,6 +199,7 @@ def test_the_runner_offers_the_scheduler_the_nodes_that_pay(of_trees: bool, offe
     runner.trees.counts[1] = runner.trees.admitted[1] = 5
     runner.req_states = SimpleNamespace(req_id_to_index={"a": 1})  # type: ignore[assignment]
     runner.step = Step(drafted=Drafted(None, 2, 1))
+    runner._plain_steps = SimpleNamespace()  # type: ignore[assignment]  # costs were measured
     runner.take_row_cost(RowCost((1, 9), STEEP, 40))
     runner.step_ended(batch(6), Measured({"target": 0.05, "draft": 1e-3}))
     found = runner.take_draft_token_ids()
