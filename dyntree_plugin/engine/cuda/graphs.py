@@ -65,6 +65,7 @@ class RequestGraphs:
         """``inputs``: one per argument. ``sizes``: batch sizes to capture, ascending."""
         self._function = function
         self.inputs = [*inputs]
+        self._fewest = len(inputs)
         self.sizes = tuple(sizes)
         self._captured: dict[int, tuple[Replay, Tensors]] = {}
         # By number of requests: to slice the values anew in every step would cost microseconds.
@@ -124,14 +125,17 @@ class RequestGraphs:
     def fill(self, arguments: Sequence[torch.Tensor]) -> None:
         """Copy a batch to the fixed addresses; without arguments, a batch of padding alone.
 
-        The last arguments may be missing, if a graph of this size does not read them.
+        Those of inputs that were added later may be missing, if a graph of this size does not read
+        them.
         """
         if not arguments:
             for each in self.inputs:
                 each.fill(0)
             return
         requests = arguments[0].shape[0]
-        for each, argument in zip(self.inputs, arguments, strict=False):
+        if len(arguments) not in (self._fewest, len(self.inputs)):
+            raise ValueError(f"{len(arguments)} arguments for {len(self.inputs)} inputs")
+        for each, argument in zip(self.inputs[: len(arguments)], arguments, strict=True):
             each.fill(requests, argument)
 
 
