@@ -30,7 +30,7 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
     """
     import torch
 
-    words = [Path(sys.argv[0]).name, *sys.argv[1:]] if command is None else list(command)
+    words = [*_program(), *sys.argv[1:]] if command is None else list(command)
     versions = {}
     for name in PACKAGES:
         try:
@@ -51,6 +51,14 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
     }
+
+
+def _program() -> list[str]:
+    """Return the words that started this process, before its arguments."""
+    module = sys.modules["__main__"].__spec__
+    if module is None:
+        return [Path(sys.argv[0]).name]
+    return ["python", "-m", module.name.removesuffix(".__main__")]
 
 
 def _cpu() -> str:

@@ -280,13 +280,15 @@ TABLES: dict[str, Callable[[], str]] = {
         f"speed_{name}": partial(_speed_ups, file)
         for name, file in {
             "amx": "serve-llama-1b",
-            "no_amx": "serve-llama-1b-without-amx",
+            "no_amx": "serve-llama-1b-zen5",
             "head": "serve-llama-1b-eagle3",
             "offload": "serve-llama-1b-offload",
             "gpu": "serve-gpu-1b-h200",
         }.items()
     },
     "serve": lambda: _speed("serve-llama-1b"),
+    "serve_zen5": lambda: _speed("serve-llama-1b-zen5"),
+    "serve_zen5_chains": lambda: _speed("serve-llama-1b-zen5-chains"),
     "serve_without_amx": lambda: _speed("serve-llama-1b-without-amx"),
     "serve_eleven_chains": lambda: _speed("serve-llama-1b-eleven-chains"),
     "tokens_block": lambda: _tokens_per_step("tokens-block"),
