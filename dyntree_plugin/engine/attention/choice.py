@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,10 +26,12 @@ from dyntree_plugin.engine.attention.kernels import (
 from dyntree_plugin.engine.configuration import asked_attention, chosen_backend
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec
 
-    from dyntree_kernels.cuda.flashinfer_variant import Variant
+    from dyntree_kernels.cuda.flashinfer_variant import Module, Variant
     from dyntree_kernels.cuda.xqa import Xqa
 
 # vLLM shows only what is logged below the name of its package.
@@ -96,10 +99,7 @@ def choose_kernel(
         layers=vllm_config.model_config.get_num_layers(vllm_config.parallel_config),
         block_size=kv_cache_spec.block_size,
     )
-    asked, table = asked_attention(vllm_config)
-    built = modules(problem, asked)
-    # Layers that FlashInfer does not serve, such as those with windows, stay with Triton.
-    choice = dispatch.choose(problem, {asked} & built.keys() or built, table)
+    choice, module = _choose(problem, *asked_attention(vllm_config))
     logger.info_once(
         "tree attention of %d heads, %d with KV, by %s: %s",
         heads.query,
@@ -116,9 +116,9 @@ def choose_kernel(
     if choice.name == "triton":
         return triton, triton
     if choice.name == "xqa":
-        return _xqa(built["xqa"], heads, columns, properties.multi_processor_count, device), triton
+        return _xqa(module, heads, columns, properties.multi_processor_count, device), triton
     flashinfer = FlashInferTrees(
-        built["flashinfer"],
+        module,
         heads,
         kv_cache_spec.block_size,
         vllm_config.model_config.max_model_len,
@@ -144,47 +144,81 @@ def _graph_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
     return min(vllm_config.scheduler_config.max_num_seqs, rows // 2), rows
 
 
+def _choose(
+    problem: dispatch.Problem, asked: str, table: Collection[dispatch.Measurement]
+) -> tuple[dispatch.Choice, Any]:
+    """Choose a kernel, and return its module, which is compiled by now; Triton has none.
+
+    Raises:
+        RuntimeError: if the module that was asked for by name cannot be compiled.
+    """
+    found = modules(problem, asked)
+    # Layers that FlashInfer does not serve, such as those with windows, stay with Triton.
+    choice = dispatch.choose(problem, {asked} & found.keys() or found, table)
+    module = found.pop(choice.name)
+    failure = None if module is None else _failure_to_compile(module)
+    if failure is None:
+        return choice, module
+    if choice.name == asked:
+        raise RuntimeError(failure)
+    logger.warning_once("%s Trees run on another kernel.", failure)
+    choice = dispatch.choose(problem, found, table)  # the others are built
+    return choice, found[choice.name]
+
+
 def modules(problem: dispatch.Problem, asked: str) -> dict[str, Any]:
     """Return the module of each kernel that may serve these layers, by name; Triton has none.
 
-    ``asked``: the option `attention`. Only FlashInfer's, if asked for by name, is compiled.
+    ``asked``: the option `attention`. A kernel of FlashInfer's that is asked for by name, and XQA,
+    which a table alone can choose, need not be built.
     """
     found: dict[str, Any] = {"triton": None}
     # Other kernels divide a context by what else is in the batch.
     if asked == "triton" or envs.VLLM_BATCH_INVARIANT:
         return found
-    found["flashinfer"] = flashinfer_variant(problem, asked == "flashinfer")
-    if asked == "auto":
-        found["xqa"] = built_xqa(problem)
-    return {name: module for name, module in found.items() if module or name == "triton"}
+    variant = flashinfer_variant(problem)
+    if variant is not None and (asked == "flashinfer" or variant.is_built()):
+        found["flashinfer"] = variant
+    xqa = xqa_module(problem) if asked == "auto" else None
+    if xqa is not None:
+        found["xqa"] = xqa
+    return found
 
 
-def flashinfer_variant(problem: dispatch.Problem, compile_it: bool = False) -> Variant | None:
-    """Return FlashInfer's module for these layers, or None if it does not serve them.
-
-    Without ``compile_it``, also None if it is not built. It is compiled while the engine starts.
-    """
+def flashinfer_variant(problem: dispatch.Problem) -> Variant | None:
+    """Return FlashInfer's module for these layers, or None if it does not serve them."""
     if importlib.util.find_spec("flashinfer") is None or dispatch.obstacle("flashinfer", problem):
         return None
-    from dyntree_kernels.cuda.flashinfer_variant import Variant, build
+    from dyntree_kernels.cuda.flashinfer_variant import Variant
 
-    variant = Variant(problem.dtype, problem.kv_dtype, problem.head_size)
-    if variant.is_built():
-        return variant
-    if not compile_it:
-        return None
-    logger.info_once("Compiling FlashInfer's tree attention, which takes minutes and is kept.")
-    seconds = build(variant, logger.debug)
-    logger.info("Compiled FlashInfer's tree attention in %d s.", seconds)
-    return variant
+    return Variant(problem.dtype, problem.kv_dtype, problem.head_size)
 
 
-def built_xqa(problem: dispatch.Problem) -> Xqa | None:
-    """Return FlashInfer's XQA for these layers; None if it does not serve them or is not built."""
+def xqa_module(problem: dispatch.Problem) -> Xqa | None:
+    """Return FlashInfer's XQA for these layers, or None if it does not serve them."""
     if importlib.util.find_spec("flashinfer") is None or dispatch.obstacle("xqa", problem):
         return None
-    from dyntree_kernels.cuda.xqa import Xqa
+    from dyntree_kernels.cuda.xqa import Xqa, takes_trees
 
     group = problem.heads // problem.kv_heads
     module = Xqa(problem.dtype, problem.head_size, group, problem.block_size)
-    return module if module.is_built() else None
+    return module if takes_trees() else None
+
+
+@functools.cache
+def _failure_to_compile(module: Module) -> str | None:
+    """Compile a module unless it is built; return why that fails, None if it does not.
+
+    Each module is tried once, since it takes minutes and an engine has several groups of layers.
+    """
+    from dyntree_kernels.cuda.flashinfer_variant import build
+
+    try:
+        if module.is_built():
+            return None
+        logger.info("Compiling FlashInfer's %s, which takes minutes and is kept.", module.name)
+        seconds = build(module, logger.debug)
+    except RuntimeError as error:
+        return f"FlashInfer's {module.name} cannot be compiled: {error}."
+    logger.info("Compiled FlashInfer's %s in %d s.", module.name, seconds)
+    return None

@@ -127,6 +127,8 @@ class Module(Protocol):
 
     def spec(self) -> Any: ...
 
+    def is_built(self) -> bool: ...
+
 
 def build(module: Module, report: Callable[[str], None]) -> float:
     """Compile a module unless it is built, and return the number of seconds that this took.

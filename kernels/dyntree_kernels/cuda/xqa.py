@@ -48,13 +48,13 @@ class Xqa:
         Raises:
             RuntimeError: if this FlashInfer or the GPU has no such XQA.
         """
-        if not _takes_trees():
+        if not takes_trees():
             raise RuntimeError("XQA takes requests of different lengths from FlashInfer 0.7 on")
         return _library().gen_xqa_module(*self._arguments(_ANY_ROWS))
 
     def is_built(self) -> bool:
         """Return whether the module is compiled for this GPU's architecture."""
-        return _takes_trees() and bool(self.spec().jit_library_path.exists())
+        return takes_trees() and bool(self.spec().jit_library_path.exists())
 
     def load(self, words: int) -> None:
         """Let FlashInfer use the module as it is for all trees with masks of so many words.
@@ -160,7 +160,8 @@ def _library() -> Any:
     return importlib.import_module("flashinfer.xqa")
 
 
-def _takes_trees() -> bool:
+def takes_trees() -> bool:
+    """Return whether FlashInfer's XQA takes requests of different lengths, as from 0.7 on."""
     return "q_cu_seq_lens" in inspect.signature(_library().xqa).parameters
 
 

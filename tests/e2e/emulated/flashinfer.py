@@ -183,16 +183,20 @@ class _Xqa(xqa_in_torch.Library):
 def _take_xqa() -> None:
     """Let XQA, in float32 as well, serve batches of trees alone."""
 
+    library = _Xqa()
+
     def built(problem: dispatch.Problem) -> xqa.Xqa:
         group = problem.heads // problem.kv_heads
-        return xqa.Xqa(problem.dtype, problem.head_size, group, problem.block_size)
+        module = xqa.Xqa(problem.dtype, problem.head_size, group, problem.block_size)
+        library.built.add(module._arguments(2)[:-2])
+        return module
 
     fastest = dispatch.Measurement("xqa", "NVIDIA H200", 2, 32, "float32", 9, 64, 1.0)
-    sys.modules["flashinfer.xqa"] = _Xqa()
+    sys.modules["flashinfer.xqa"] = library
     dispatch._OBSTACLE["xqa"] = lambda problem: None
     everywhere: Any = dispatch, choice
     everywhere[0].shipped_table = lambda: [fastest]
-    everywhere[1].built_xqa = built
+    everywhere[1].xqa_module = built
 
 
 def _waits() -> Any:

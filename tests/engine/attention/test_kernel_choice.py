@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,24 +13,39 @@ import pytest
 import torch
 
 from dyntree_kernels import dispatch
-from dyntree_kernels.cuda import xqa
-from dyntree_kernels.dispatch import Measurement, Problem
+from dyntree_kernels.cuda import flashinfer_variant, xqa
+from dyntree_kernels.dispatch import Measurement
+from dyntree_plugin.commands.doctor import kernels
 from dyntree_plugin.engine.attention import choice
 from dyntree_plugin.engine.attention.kernels import Heads, TritonTrees, XqaTrees
 
+BF16 = torch.bfloat16
 HEADS = Heads(query=32, kv=8, size=128)
-SPEC: Any = SimpleNamespace(dtype=torch.bfloat16, block_size=16)
+SPEC: Any = SimpleNamespace(dtype=BF16, block_size=16)
 MEASURED = Measurement("triton", "NVIDIA H200", 4, 128, "bfloat16", 17, 4096, 5.0)
 FLASHINFER = "FlashInfer's kernel"
+FLASHINFER_VARIANT, XQA_MODULE = choice.flashinfer_variant, choice.xqa_module
+
+
+class Module:
+    """A module of FlashInfer."""
+
+    name = "kernel"
+
+    def __init__(self, *shape: Any, built: bool = True) -> None:
+        self.shape, self.built = shape, built
+
+    def is_built(self) -> bool:
+        return self.built
 
 
 @pytest.fixture(autouse=True)
 def gpu_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
     hopper = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
-    monkeypatch.setattr(choice, "flashinfer_variant", lambda *_: "module")
+    monkeypatch.setattr(choice, "flashinfer_variant", lambda _: Module())
     monkeypatch.setattr(choice, "FlashInferTrees", lambda *_, **graphs: (FLASHINFER, graphs))
-    monkeypatch.setattr(choice, "built_xqa", lambda problem: None)
+    monkeypatch.setattr(choice, "xqa_module", lambda _: None)
 
 
 def chosen(features: frozenset[str] = frozenset(), **options: Any) -> Any:
@@ -37,7 +53,7 @@ def chosen(features: frozenset[str] = frozenset(), **options: Any) -> Any:
     config: Any = SimpleNamespace(
         additional_config={"dyntree": options},
         model_config=SimpleNamespace(
-            dtype=torch.bfloat16, max_model_len=4096, get_num_layers=lambda parallel: 10
+            dtype=BF16, max_model_len=4096, get_num_layers=lambda parallel: 10
         ),
         parallel_config=None,
         scheduler_config=SimpleNamespace(max_num_seqs=256),
@@ -66,19 +82,26 @@ def test_with_a_table_the_fastest_serves(tmp_path: Path) -> None:
     assert chosen(kernel_table=table(tmp_path, 3.0))[0] == FLASHINFER
 
 
-def test_xqa_serves_where_it_is_built_and_was_measured_as_the_fastest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def xqa_is_fastest(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let a table have XQA as the fastest; return what its attention is made of."""
     made: list[Any] = []
     monkeypatch.setattr(xqa, "XqaTreeAttention", lambda *given: made.append(given))
     faster = [MEASURED, replace(MEASURED, implementation="xqa", microseconds=3.0)]
     monkeypatch.setattr(dispatch, "shipped_table", lambda: faster)
+    return made
+
+
+def test_xqa_serves_where_it_was_measured_as_the_fastest(
+    monkeypatch: pytest.MonkeyPatch, xqa_is_fastest: list[Any]
+) -> None:
     assert isinstance(chosen(), TritonTrees)
-    monkeypatch.setattr(choice, "built_xqa", lambda problem: f"for blocks of {problem.block_size}")
+    module = Module()
+    monkeypatch.setattr(choice, "xqa_module", lambda _: module)
     assert isinstance(chosen(attention="triton"), TritonTrees)
     assert chosen(attention="flashinfer")[0] == FLASHINFER
     assert isinstance(chosen(), XqaTrees)
-    assert made == [("for blocks of 16", 8, 1, 132, torch.device("cuda"))]
+    assert xqa_is_fastest == [(module, 8, 1, 132, torch.device("cuda"))]
     monkeypatch.setattr(dispatch, "shipped_table", list)
     assert isinstance(chosen(), TritonTrees)
 
@@ -121,29 +144,59 @@ def test_layers_that_flashinfer_does_not_serve_stay_with_triton(
     assert isinstance(windowed, TritonTrees)
 
 
-class Unbuilt:
-    """A module of FlashInfer that nobody has compiled."""
-
-    def __init__(self, *shape: Any) -> None:
-        self.shape = shape
-
-    def is_built(self) -> bool:
-        return False
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let no module be built; return those that are compiled."""
+    found: list[Any] = []
+    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(flashinfer_variant, "build", lambda x, report: found.append(x) or 1.0)
+    monkeypatch.setattr(flashinfer_variant, "Variant", partial(Module, built=False))
+    monkeypatch.setattr(xqa, "Xqa", partial(Module, built=False))
+    monkeypatch.setattr(xqa, "takes_trees", lambda: True)
+    monkeypatch.setattr(choice, "flashinfer_variant", FLASHINFER_VARIANT)
+    monkeypatch.setattr(choice, "xqa_module", XQA_MODULE)
+    return found
 
 
 def test_flashinfers_module_is_compiled_only_for_who_asks_for_it(
+    compiled: list[Any], tmp_path: Path
+) -> None:
+    faster = table(tmp_path, 3.0)
+    assert isinstance(chosen(kernel_table=faster), TritonTrees)
+    assert compiled == []
+    assert chosen(attention="flashinfer")[0] == FLASHINFER
+    assert [each.shape for each in compiled] == [(BF16, BF16, 128)]
+
+
+def test_xqa_is_compiled_at_the_first_start_that_chooses_it(
+    compiled: list[Any], xqa_is_fastest: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Doctor says what an engine would choose, and compiles nothing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert kernels.attention(table=dispatch.shipped_table()).found.startswith("xqa")
+    assert isinstance(chosen(attention="triton"), TritonTrees)
+    assert isinstance(chosen(frozenset({"window"})), TritonTrees)
+    assert compiled == []
+    assert isinstance(chosen(), XqaTrees)
+    assert [each.shape for each in compiled] == [(BF16, 128, 4, 16)]
+    assert [given[0] for given in xqa_is_fastest] == compiled
+    monkeypatch.setattr(xqa, "takes_trees", lambda: False)  # as before FlashInfer 0.7
+    assert isinstance(chosen(), TritonTrees)
+
+
+@pytest.mark.usefixtures("compiled", "xqa_is_fastest")
+def test_where_nothing_compiles_only_who_asks_for_a_kernel_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from dyntree_kernels.cuda import flashinfer_variant
+    def without_nvcc(module: Module, report: Any) -> float:
+        raise RuntimeError("no nvcc")
 
-    compiled: list[Any] = []
-    monkeypatch.undo()
-    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(flashinfer_variant, "Variant", Unbuilt)
-    monkeypatch.setattr(flashinfer_variant, "build", lambda v, report: compiled.append(v) or 1.0)
-    bf16 = torch.bfloat16
-    problem = Problem("NVIDIA H200", (9, 0), 32, 8, 128, bf16, bf16, 17, 4096)
-    assert choice.flashinfer_variant(problem) is None
-    assert compiled == []
-    assert choice.flashinfer_variant(problem, compile_it=True) is compiled[0]
-    assert compiled[0].shape == (bf16, bf16, 128)
+    monkeypatch.setattr(flashinfer_variant, "build", without_nvcc)
+    warned: list[Any] = []
+    monkeypatch.setattr(choice.logger, "warning_once", lambda *given: warned.append(given))
+    assert isinstance(chosen(), TritonTrees)
+    assert "no nvcc" in str(warned)
+    with pytest.raises(RuntimeError, match="no nvcc"):
+        chosen(attention="flashinfer")

@@ -144,22 +144,23 @@ FLASHINFER_IS_FASTER = dispatch.Measurement(
 @pytest.mark.parametrize(
     ("installed", "built", "table", "chosen"),
     [
-        ({"triton"}, None, [FLASHINFER_IS_FASTER], "triton"),
-        ({"triton", "flashinfer"}, None, [FLASHINFER_IS_FASTER], "triton"),
-        ({"triton", "flashinfer"}, "module", [], "triton"),
-        ({"triton", "flashinfer"}, "module", [FLASHINFER_IS_FASTER], "flashinfer"),
+        ({"triton"}, False, [FLASHINFER_IS_FASTER], "triton"),
+        ({"triton", "flashinfer"}, False, [FLASHINFER_IS_FASTER], "triton"),
+        ({"triton", "flashinfer"}, True, [], "triton"),
+        ({"triton", "flashinfer"}, True, [FLASHINFER_IS_FASTER], "flashinfer"),
     ],
 )
 def test_the_attention_of_a_gpu_is_what_an_engine_would_choose(
     monkeypatch: pytest.MonkeyPatch,
     installed: set[str],
-    built: str | None,
+    built: bool,
     table: list[dispatch.Measurement],
     chosen: str,
 ) -> None:
-    """An engine does not compile FlashInfer's kernels."""
+    """An engine does not compile FlashInfer's kernel unasked."""
     monkeypatch.setattr(dispatch, "installed", lambda: installed)
-    monkeypatch.setattr(choice, "flashinfer_variant", lambda *_: built)
+    module = SimpleNamespace(is_built=lambda: built)
+    monkeypatch.setattr(choice, "flashinfer_variant", lambda _: module)
     assert kernels.attention(table=table).found.startswith(chosen)
 
 
