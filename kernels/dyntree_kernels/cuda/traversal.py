@@ -42,7 +42,7 @@ def _tree_of(REQUESTS, ROW_POSITIONS, FORBIDDEN, STORED, request, s_requests):
 @triton.jit
 def _add_up(
     REQUESTS, ROW_POSITIONS, FORBIDDEN, STORED, LOGITS, TOPS, SUMS, s_requests, s_logits, vocab,
-    blocks, nodes, BLOCK: tl.constexpr,
+    blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the largest logit of one block of one row, and the sum of exponentials below it.
 
@@ -57,7 +57,7 @@ def _add_up(
     token = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     row = LOGITS + (first + place) * s_logits
     x = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    at = (request * (nodes + 1) + place) * blocks + tl.program_id(2)
+    at = (first + place) * blocks + tl.program_id(2)
     top = tl.max(x, 0)
     tl.store(TOPS + at, top)
     tl.store(SUMS + at, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))
@@ -172,7 +172,7 @@ def _accept(
     real = node < count
     tokens = tl.load(IDS + root + 1 + node, mask=real, other=-1)
     parents = tl.load(PARENTS + slot * nodes + node, mask=node < stored, other=-2).to(tl.int32)
-    laws, origins, sums = slot * expansions * SIZE, slot * nodes, request * (nodes + 1) * blocks
+    laws, origins, sums = slot * expansions * SIZE, slot * nodes, first * blocks
     ratios, passes = tl.zeros([NODES], tl.float32), tl.zeros([NODES], tl.float32)
     for at in range(-1, count):
         own = real & (parents == at)
@@ -263,17 +263,17 @@ def decide_trees(rows: BatchRows, logits: torch.Tensor, trees: DrawnTrees) -> No
     lanes, wide = triton.next_power_of_2(blocks), triton.next_power_of_2(nodes)
 
     def room(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(requests, *shape, dtype=dtype, device=logits.device)
+        return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    tops, sums = room(nodes + 1, blocks), room(nodes + 1, blocks)
-    rest, shifts = room(size), room()
-    last, verified = room(dtype=torch.int32), room(dtype=torch.int32)
-    law_of_rest = room(size, dtype=torch.int32)
-    scores, tokens = room(blocks), room(blocks, dtype=torch.int64)
+    tops, sums = room(len(logits), blocks), room(len(logits), blocks)
+    rest, shifts = room(requests, size), room(requests)
+    last, verified = room(requests, dtype=torch.int32), room(requests, dtype=torch.int32)
+    law_of_rest = room(requests, size, dtype=torch.int32)
+    scores, tokens = room(requests, blocks), room(requests, blocks, dtype=torch.int64)
     s_requests, s_logits = rows.requests.stride(0), logits.stride(0)
     of_tree = (rows.requests, rows.positions, forbidden, counts)
     _add_up[(requests, nodes + 1, blocks)](
-        *of_tree, logits, tops, sums, s_requests, s_logits, vocab, blocks, nodes, BLOCK=_BLOCK
+        *of_tree, logits, tops, sums, s_requests, s_logits, vocab, blocks, BLOCK=_BLOCK
     )
     _accept[(requests,)](
         *of_tree, rows.ids, logits, *laws, tops, sums, parents, origins, accepting, last, verified,

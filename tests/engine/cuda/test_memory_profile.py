@@ -4,6 +4,7 @@ what their graphs take."""
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_cpu_runner import install
 
@@ -19,6 +21,8 @@ install()  # must run before the runner's modules are imported
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator  # noqa: E402
 
+from dyntree_kernels.contracts import BatchRows, DraftLaws  # noqa: E402
+from dyntree_kernels.drawn import LAW_SIZES, DrawnTrees  # noqa: E402
 from dyntree_plugin.engine.head_speculator import HeadSpeculator  # noqa: E402
 from dyntree_plugin.engine.speculator import TreeSpeculator  # noqa: E402
 
@@ -169,6 +173,48 @@ def test_processed_logits_that_are_kept_are_profiled(
         runner._dummy_sampler_run(torch.zeros(REQUESTS, 2))
     without, with_laws = held
     assert with_laws - without == copies_of_all * 4 * rows * vocabulary
+
+
+class Allocated(TorchDispatchMode):
+    """Adds up the bytes that are allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.empty.memory_format:
+            self.bytes += found.nbytes
+        return found
+
+
+@pytest.mark.parametrize("rows", [1088, 1024 * 65])
+def test_deciding_on_drawn_trees_takes_little_of_what_the_profile_has_kept(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two copies of the processed logits is free by then. Batches may have few rows."""
+    pytest.importorskip("triton", reason="the kernels need it")
+    from dyntree_kernels.cuda import traversal
+
+    requests, nodes, vocabulary = 1024, 64, 128_256
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for kernel in ("_add_up", "_accept", "_draw", "_emit"):
+        monkeypatch.setattr(traversal, kernel, defaultdict(lambda: lambda *_, **__: None))
+    laws = DraftLaws(*(empty(requests, 9, LAW_SIZES["cuda"]) for _ in range(2)))
+    of_nodes = empty(requests, nodes)
+    drawn = DrawnTrees(laws, *(empty(requests) for _ in range(3)), of_nodes, of_nodes)
+    of_rows, of_requests = empty(rows), empty(requests)
+    batch = BatchRows(empty(requests, 9), *(of_rows,) * 3, of_requests, of_rows)
+    logits = empty(rows, vocabulary, dtype=torch.float32)
+    with Allocated() as allocated:
+        traversal.decide_trees(batch, logits, drawn)
+    assert 0 < allocated.bytes < logits.nbytes / 200
 
 
 def test_graphs_that_the_profile_does_not_capture_are_counted(
