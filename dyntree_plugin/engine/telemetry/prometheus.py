@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -27,6 +27,8 @@ from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.step import SOURCES
 
 Family = Counter | Gauge | Histogram
+
+_ADDS = {Counter: "inc", Gauge: "set", Histogram: "observe"}
 
 
 class TreeSpecDecodingProm(SpecDecodingProm):
@@ -57,9 +59,9 @@ class TreeSpecDecodingProm(SpecDecodingProm):
         """Create every series at the start, so that a rate counts its first event."""
         for metric, by_label in series:
             for values in _label_values(metric, plan):
-                one = by_label[values]
-                if isinstance(one, Gauge):
-                    one.set(1 if metric.source is None else plan.shape.node_budget)
+                add = by_label[values]
+                if metric.kind == "gauge":
+                    add(1 if metric.source is None else plan.shape.node_budget)
 
     def observe(self, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:
         super().observe(spec_decoding_stats, engine_idx)
@@ -70,18 +72,20 @@ class TreeSpecDecodingProm(SpecDecodingProm):
                 continue
             value = getattr(spec_decoding_stats, metric.source)
             if metric.labels:
-                for label, amount in _items(value):
+                # An item of a list has its position as its label.
+                items = value.items() if isinstance(value, Mapping) else enumerate(value, start=1)
+                for label, amount in items:
                     if amount:  # Most series of a counter have nothing to add.
-                        _add(by_label[label,], amount)
+                        by_label[label,](amount)
             else:
                 for amount in value if isinstance(value, list) else [value]:
-                    _add(by_label[()], amount)
+                    by_label[()](amount)
 
 
-class _Series(dict[tuple[str, ...], Family]):
-    """An engine's series of one metric, by label values.
+class _Series(dict[tuple[object, ...], Callable[[float], None]]):
+    """What adds a value to each series of a metric of an engine, by label values.
 
-    They are kept because prometheus_client takes as long to look a series up as to count.
+    It is kept because prometheus_client takes as long to look a series up as to count.
     """
 
     def __init__(self, family: Family, labels: list[object]) -> None:
@@ -89,8 +93,9 @@ class _Series(dict[tuple[str, ...], Family]):
         self._family = family
         self._labels = labels
 
-    def __missing__(self, values: tuple[str, ...]) -> Family:
-        self[values] = self._family.labels(*self._labels, *values)
+    def __missing__(self, values: tuple[object, ...]) -> Callable[[float], None]:
+        series: Any = self._family.labels(*self._labels, *values)
+        self[values] = getattr(series, _ADDS[type(self._family)])
         return self[values]
 
 
@@ -104,7 +109,7 @@ def _family(metric: Metric, labelnames: list[str]) -> Family:
     return Counter(metric.name, metric.meaning, names)
 
 
-def _label_values(metric: Metric, plan: TreePlan) -> list[tuple[str, ...]]:
+def _label_values(metric: Metric, plan: TreePlan) -> list[tuple[object, ...]]:
     """Return the label values of every series that a metric can have."""
     if not metric.labels:
         return [()]
@@ -121,21 +126,4 @@ def _label_values(metric: Metric, plan: TreePlan) -> list[tuple[str, ...]]:
         "stage": STAGES,
         "decoding": (TREE, PLAIN),
     }
-    return [(str(value),) for value in values[label]]
-
-
-def _add(series: Family, value: float) -> None:
-    if isinstance(series, Histogram):
-        series.observe(value)
-    elif isinstance(series, Gauge):
-        series.set(value)
-    elif value:
-        series.inc(value)
-
-
-def _items(value: Mapping[str, float] | list[float]) -> Iterator[tuple[str, float]]:
-    """Yield label value and amount; an item of a list has its position, from 1, as its label."""
-    if isinstance(value, Mapping):
-        yield from value.items()
-    else:
-        yield from ((str(index), amount) for index, amount in enumerate(value, start=1))
+    return [(value,) for value in values[label]]
