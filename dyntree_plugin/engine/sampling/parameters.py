@@ -81,7 +81,8 @@ class TreeParameters:
 
         ``logits`` float32 [M, V] may be changed. Requests without parameters cost no launch.
         """
-        logits = self._bias.apply(logits, _context(rows))
+        if self._bias.use_logit_bias[rows.requests_np].any():
+            logits = self._bias.apply(logits, _context(rows))
         if rows.paths is not None:
             self._penalize(logits, rows, rows.paths)
             self._mask_bad_words(logits, rows, rows.paths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -98,7 +99,8 @@ class ProcessorsOnTrees(LogitsProcessor):
                 self._trees.shape.max_depth,
             )
         rows = ParameterRows(ctx.expanded_idx_mapping, ctx.idx_mapping, requests, ctx.pos, paths)
-        return self._parameters.apply(logits, rows, lambda logits: self._apply_custom(logits, ctx))
+        custom = partial(self._apply_custom, ctx=ctx) if self._custom else None
+        return self._parameters.apply(logits, rows, custom)
 
     def _apply_custom(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         chains = None

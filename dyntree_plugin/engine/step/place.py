@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -23,8 +24,8 @@ def place_nodes(
     requests = slice(batch.num_reqs)
     plain = (drafts == 0) | (batch.num_scheduled_tokens[requests] != drafts + 1)
     plain |= batch.is_prefilling_np[requests]
-    drafted = int((drafts > 0).sum())
-    if not (drafts[:drafted] > 0).all():
+    drafted = int(np.count_nonzero(drafts))
+    if not drafts[:drafted].all():
         raise RuntimeError("vLLM's batch does not begin with the requests that have drafts")
     has_plain = bool(plain.any())
     placed = ops.place(batch, trees, prefill_len, all_trees=not has_plain)

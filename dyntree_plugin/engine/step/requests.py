@@ -28,7 +28,7 @@ def pack(batch: InputBatch, states: SamplingStates, longest: np.ndarray) -> torc
     """
     requests = batch.num_reqs
     slots, bounds = batch.idx_mapping_np[:requests], batch.cu_num_logits_np[: requests + 1]
-    num_logits = np.diff(bounds)
+    num_logits = bounds[1:] - bounds[:-1]
     temperature = states.temperature.np[slots]
     classes: Any = 0  # of greedy requests; to compute it would take as long as all the rest
     if temperature.any():

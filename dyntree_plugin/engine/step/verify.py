@@ -5,9 +5,10 @@ The calibration learns from the paths later, so that the output does not wait fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
@@ -189,30 +190,23 @@ class TreeVerifier:
         keep = self.reads_logits or (
             want_logprobs and self.sampler.logprobs_mode.startswith("processed")
         )
-        cu = batch.cu_num_logits_np
         limit = max(1, MAX_CHUNK_BYTES // (4 * self.copies * logits.shape[1]))
         tokens, kept = [], []
-        first = 0
-        while first < batch.num_reqs:
-            last = first + 1
-            while last < batch.num_reqs and cu[last + 1] - cu[first] <= limit:
-                last += 1
-            rows = slice(int(cu[first]), int(cu[last]))
+        for requests, rows in _chunks(batch.cu_num_logits_np[: batch.num_reqs + 1], limit):
             sampled, processed = self.sampler.sample(
-                logits[rows],
-                batch.expanded_idx_mapping[rows],
-                batch.idx_mapping[first:last],
-                batch.idx_mapping_np[first:last],
-                positions[rows],
-                input_ids[rows],
-                batch.expanded_local_pos[rows],
-                bound[first:last],
+                _part(logits, rows),
+                _part(batch.expanded_idx_mapping, rows),
+                _part(batch.idx_mapping, requests),
+                batch.idx_mapping_np[requests],
+                _part(positions, rows),
+                _part(input_ids, rows),
+                _part(batch.expanded_local_pos, rows),
+                bound[requests],
                 return_logprobs=want_logprobs,
             )
             tokens.append(sampled)
             if keep:
                 kept.append(processed)
-            first = last
         whole = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
         return whole, torch.cat(kept) if keep else logits[:0]
 
@@ -245,3 +239,21 @@ class TreeVerifier:
             num_token_ids,
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
+
+
+def _chunks(bounds: np.ndarray, limit: int) -> Iterator[tuple[slice, slice]]:
+    """Yield spans of requests, and of their rows: of ``limit`` rows at most, or of one request.
+
+    ``bounds`` [R + 1]: the requests' rows.
+    """
+    first = 0
+    while first < len(bounds) - 1:
+        fit = int(np.searchsorted(bounds, bounds[first] + limit, side="right")) - 1
+        last = max(first + 1, fit)
+        yield slice(first, last), slice(int(bounds[first]), int(bounds[last]))
+        first = last
+
+
+def _part(whole: torch.Tensor, span: slice) -> torch.Tensor:
+    """Return a part of a tensor. To slice seven takes the host 10 µs, and most parts are all."""
+    return whole if len(whole) == span.stop - span.start else whole[span]

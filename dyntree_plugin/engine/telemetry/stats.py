@@ -83,9 +83,9 @@ class TreeSpecDecodingStats(SpecDecodingStats):
         delivered = levels < np.array(self.accepted_paths)[:, None]
         sources = np.where(delivered, source_indices(report.accepted_kinds[rows]), -1)
         self.accepted_by_depth = delivered.sum(axis=0).tolist()  # sync: host memory
-        self.accepted_by_source = {
-            name: int((sources == place).sum()) for place, name in enumerate(SOURCES)
-        }
+        # Those that were not delivered come first.
+        by_index = np.bincount(1 + sources.ravel(), minlength=1 + len(SOURCES))[1:]
+        self.accepted_by_source = dict(zip(SOURCES, by_index.tolist(), strict=True))  # sync: host
         by_depth = report.at_depth[rows].sum(axis=0).astype(int)
         self.nodes_by_depth = by_depth.tolist()  # sync: host memory
         self.estimated_by_depth = report.expected[rows].sum(axis=0).tolist()  # sync: host memory

@@ -123,8 +123,10 @@ class StepRecord:
 
     def _worth(self, report: Report, judged: np.ndarray) -> list[list[float]]:
         """Estimate what trees are worth by forwards and size; large batches are sampled."""
+        if self._plan is None or not self._weighs_trees:
+            return []
         chances, needed = report.chances[judged], report.forwards[judged]
-        if self._plan is None or not self._weighs_trees or not chances.size:
+        if not chances.size:
             return []
         stride = -(-len(chances) // MOST_SAMPLED)
         forwards = self._plan.further_forwards
