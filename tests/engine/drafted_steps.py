@@ -19,34 +19,29 @@ from growth_steps import STORED, growth_of
 from replays import graph
 from torch.utils._python_dispatch import _disable_current_modes
 
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-
-from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
-from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
-from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedStages  # noqa: E402
-from dyntree_plugin.engine.sources.block import BlockDraft  # noqa: E402
-from dyntree_plugin.engine.sources.draft_models import DraftModels  # noqa: E402
-from dyntree_plugin.engine.sources.head import HeadStates, TargetHead  # noqa: E402
-from dyntree_plugin.engine.sources.look_up import TextLookUp  # noqa: E402
-from dyntree_plugin.engine.sources.masked_text import MaskedText  # noqa: E402
-from dyntree_plugin.engine.sources.state_blocks import StateBlocks  # noqa: E402
-from dyntree_plugin.engine.step import rows as row_memory  # noqa: E402
-from dyntree_plugin.engine.step.catch_up import CatchUp  # noqa: E402
-from dyntree_plugin.engine.step.draft import Drafter  # noqa: E402
-from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager  # noqa: E402
-from dyntree_plugin.engine.step.ops import at_hand  # noqa: E402
-from dyntree_plugin.engine.step.records import Emitted, TargetStates  # noqa: E402
-from dyntree_plugin.engine.step.requests import COLUMNS  # noqa: E402
-from dyntree_plugin.engine.step.rows import RowMemory, TensorRows  # noqa: E402
-from dyntree_plugin.engine.step.source import NodeSource  # noqa: E402
-from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
-from dyntree_plugin.tree.budget.choice import node_buckets  # noqa: E402
-from dyntree_plugin.tree.drafting import grow  # noqa: E402
-from dyntree_plugin.tree.plan import TreePlan  # noqa: E402
-from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
+from dyntree_kernels.cpu.growth import CompiledGrowth
+from dyntree_plugin.engine.cpu.ops import CPUOps
+from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedStages
+from dyntree_plugin.engine.sources.block import BlockDraft
+from dyntree_plugin.engine.sources.draft_models import DraftModels
+from dyntree_plugin.engine.sources.head import HeadStates, TargetHead
+from dyntree_plugin.engine.sources.look_up import TextLookUp
+from dyntree_plugin.engine.sources.masked_text import MaskedText
+from dyntree_plugin.engine.sources.state_blocks import StateBlocks
+from dyntree_plugin.engine.step import rows as row_memory
+from dyntree_plugin.engine.step.catch_up import CatchUp
+from dyntree_plugin.engine.step.draft import Drafter
+from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager
+from dyntree_plugin.engine.step.ops import at_hand
+from dyntree_plugin.engine.step.records import Emitted, TargetStates
+from dyntree_plugin.engine.step.requests import COLUMNS
+from dyntree_plugin.engine.step.rows import RowMemory, TensorRows
+from dyntree_plugin.engine.step.source import NodeSource
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.tree.budget.choice import node_buckets
+from dyntree_plugin.tree.drafting import grow
+from dyntree_plugin.tree.plan import TreePlan
+from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether this process interprets kernels; this is chosen when triton is imported."""

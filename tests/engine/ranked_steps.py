@@ -8,22 +8,17 @@ from typing import Any
 import torch
 from growth_steps import growth_of, memory_of
 
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-
-from dyntree_kernels.ancestors import unpack_bits  # noqa: E402
-from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
-from dyntree_kernels.paths import Paths  # noqa: E402
-from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
-from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager, Rank  # noqa: E402
-from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
-from dyntree_plugin.engine.step.rows import describe  # noqa: E402
-from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
-from dyntree_plugin.tree.drafting import grow  # noqa: E402
-from dyntree_plugin.tree.plan import TreePlan  # noqa: E402
-from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
+from dyntree_kernels.ancestors import unpack_bits
+from dyntree_kernels.cpu.growth import CompiledGrowth
+from dyntree_kernels.paths import Paths
+from dyntree_plugin.engine.cpu.ops import CPUOps
+from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager, Rank
+from dyntree_plugin.engine.step.requests import COLUMNS, Requests
+from dyntree_plugin.engine.step.rows import describe
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.tree.drafting import grow
+from dyntree_plugin.tree.plan import TreePlan
+from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
 
 Path = tuple[int, ...]
 

@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import vllm.forward_context
 
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-import vllm.forward_context  # noqa: E402
-
-from dyntree_plugin.engine import agreement, further_drafts, head_speculator  # noqa: E402
-from dyntree_plugin.engine.further_drafts import FurtherDraft  # noqa: E402
-from dyntree_plugin.engine.head_speculator import HeadSpeculator  # noqa: E402
-from dyntree_plugin.engine.speculator import TreeSpeculator  # noqa: E402
+from dyntree_plugin.engine import agreement, further_drafts, head_speculator
+from dyntree_plugin.engine.further_drafts import FurtherDraft
+from dyntree_plugin.engine.head_speculator import HeadSpeculator
+from dyntree_plugin.engine.speculator import TreeSpeculator
 
 ROWS = 5
 

@@ -8,21 +8,16 @@ from typing import Any
 import pytest
 import torch
 from draft_model import LONGEST, MOST, Draft
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-from vllm.v1.worker.gpu.block_table import BlockTables  # noqa: E402
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: E402
-from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator  # noqa: E402
-
-from dyntree_plugin.engine.head_speculator import HeadSpeculator  # noqa: E402
-from dyntree_plugin.engine.runner import TreeRunnerMixin  # noqa: E402
-from dyntree_plugin.engine.speculator import LookUpSpeculator, TreeSpeculator  # noqa: E402
-from dyntree_plugin.engine.step.records import Emitted  # noqa: E402
-from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
-from dyntree_plugin.engine.step.rows import PAD_SLOT, RowMemory, TensorRows  # noqa: E402
+from dyntree_plugin.engine.head_speculator import HeadSpeculator
+from dyntree_plugin.engine.runner import TreeRunnerMixin
+from dyntree_plugin.engine.speculator import LookUpSpeculator, TreeSpeculator
+from dyntree_plugin.engine.step.records import Emitted
+from dyntree_plugin.engine.step.requests import COLUMNS, Requests
+from dyntree_plugin.engine.step.rows import PAD_SLOT, RowMemory, TensorRows
 
 CPU = torch.device("cpu")
 

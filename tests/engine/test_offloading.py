@@ -12,16 +12,11 @@ from torch import nn
 from vllm.distributed import parallel_state
 from vllm.model_executor.models.utils import make_layers
 from vllm.model_executor.offloader import BaseOffloader, get_offloader, set_offloader
-
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import (  # noqa: E402
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import (
     StandaloneARSpeculator,
 )
 
-from dyntree_plugin.engine import head_speculator, speculator  # noqa: E402
+from dyntree_plugin.engine import head_speculator, speculator
 
 
 class Prefetching(BaseOffloader):

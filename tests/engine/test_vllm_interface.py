@@ -13,9 +13,6 @@ from absent_flashinfer import vllms_backend
 from vllm.platforms import current_platform
 
 if current_platform.is_cpu():
-    from vllm_cpu_runner import install
-
-    install()  # must run before the runner's modules are imported
     vllms_backend()
 
 FLASHINFER = ["attention.cuda_flashinfer.TreeFlashInferBackend"]

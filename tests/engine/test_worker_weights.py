@@ -8,12 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-from dyntree_plugin.engine import worker as worker_module  # noqa: E402
-from dyntree_plugin.engine.worker import TreeWorkerMixin  # noqa: E402
+from dyntree_plugin.engine import worker as worker_module
+from dyntree_plugin.engine.worker import TreeWorkerMixin
 
 
 class Model(torch.nn.Module):

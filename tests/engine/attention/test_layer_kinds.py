@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dyntree_plugin.engine.cpu.worker  # noqa: F401  # isort: skip  # before vLLM's V2 modules
 from collections.abc import Iterable
 from typing import Any
 

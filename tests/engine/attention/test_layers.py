@@ -10,7 +10,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import dyntree_plugin.engine.cpu.worker  # noqa: F401  # isort: skip  # before vLLM's V2 modules
 import pytest
 import torch
 from vllm import ModelRegistry

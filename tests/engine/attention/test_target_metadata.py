@@ -8,19 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-from vllm.config.compilation import CUDAGraphMode  # noqa: E402
-from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers  # noqa: E402
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState  # noqa: E402
-from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState  # noqa: E402
-from vllm.v1.worker.utils import AttentionGroup  # noqa: E402
-
-from dyntree_plugin.engine.attention.metadata import TreeMask, WithTreeMask  # noqa: E402
-from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
+from dyntree_plugin.engine.attention.metadata import TreeMask, WithTreeMask
+from dyntree_plugin.engine.step.clock import StageClock
 
 DRAFT = frozenset({"draft.0", "draft.1"})
 MASK = TreeMask(torch.zeros(2).int(), torch.zeros(6, 1).int(), has_plain=False)

@@ -11,22 +11,18 @@ import pytest
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_cpu_runner import install
-
-install()  # the runner's modules need it before they are imported
-
-from dyntree_kernels.contracts import OfRequests  # noqa: E402
-from dyntree_plugin.engine.budget.by_tree import TreeBudget  # noqa: E402
-from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
-from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner  # noqa: E402
-from dyntree_plugin.engine.step.clock import Measured  # noqa: E402
-from dyntree_plugin.engine.step.growth_stages import DraftStages  # noqa: E402
-from dyntree_plugin.engine.step.records import Drafted, Step  # noqa: E402
-from dyntree_plugin.engine.step.requests import Requests  # noqa: E402
-from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
-from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
-from dyntree_plugin.tree.budget.row_cost import RowCost  # noqa: E402
-from dyntree_plugin.tree.token_tree import NO_VALUE  # noqa: E402
+from dyntree_kernels.contracts import OfRequests
+from dyntree_plugin.engine.budget.by_tree import TreeBudget
+from dyntree_plugin.engine.cpu.ops import CPUOps
+from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner
+from dyntree_plugin.engine.step.clock import Measured
+from dyntree_plugin.engine.step.growth_stages import DraftStages
+from dyntree_plugin.engine.step.records import Drafted, Step
+from dyntree_plugin.engine.step.requests import Requests
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.options.options import DynTreeOptions
+from dyntree_plugin.tree.budget.row_cost import RowCost
+from dyntree_plugin.tree.token_tree import NO_VALUE
 
 NODES = 8
 FLAT, STEEP = (0.05, 0.05), (0.05, 0.17)

@@ -9,19 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_cpu_runner import install
-
-install()  # the runner's modules need it before they are imported
-
-from dyntree_plugin.engine.budget import by_schedule as node_buckets  # noqa: E402
-from dyntree_plugin.engine.budget.by_schedule import NodeBuckets  # noqa: E402
-from dyntree_plugin.engine.step.count import report  # noqa: E402
-from dyntree_plugin.engine.step.ops import at_hand  # noqa: E402
-from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
-from dyntree_plugin.engine.telemetry.counts import WorkerCounts  # noqa: E402
-from dyntree_plugin.engine.telemetry.step_record import StepRecord  # noqa: E402
-from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
-from dyntree_plugin.tree.budget.row_cost import RowCost  # noqa: E402
+from dyntree_plugin.engine.budget import by_schedule as node_buckets
+from dyntree_plugin.engine.budget.by_schedule import NodeBuckets
+from dyntree_plugin.engine.step.count import report
+from dyntree_plugin.engine.step.ops import at_hand
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.engine.telemetry.counts import WorkerCounts
+from dyntree_plugin.engine.telemetry.step_record import StepRecord
+from dyntree_plugin.options.options import DynTreeOptions
+from dyntree_plugin.tree.budget.row_cost import RowCost
 
 FORWARDS, SIZES = 7, (0, 1, 2, 4, 8)
 VERIFIED: Any = ("a report",)

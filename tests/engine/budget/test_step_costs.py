@@ -8,19 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-from dyntree_plugin.engine.budget import step_costs  # noqa: E402
-from dyntree_plugin.engine.budget.step_costs import (  # noqa: E402
+from dyntree_plugin.engine.budget import step_costs
+from dyntree_plugin.engine.budget.step_costs import (
     PLAIN_SECONDS,
     ROW_SECONDS,
 )
-from dyntree_plugin.engine.budget.timed_steps import most_rows  # noqa: E402
-from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
-from dyntree_plugin.tree.budget.plain_steps import StepCosts  # noqa: E402
-from dyntree_plugin.tree.budget.row_cost import RowCost  # noqa: E402
+from dyntree_plugin.engine.budget.timed_steps import most_rows
+from dyntree_plugin.engine.step.clock import StageClock
+from dyntree_plugin.tree.budget.plain_steps import StepCosts
+from dyntree_plugin.tree.budget.row_cost import RowCost
 
 OF_TOKEN, HEAD, SAMPLING = 1e-6, 2e-3, 1e-3
 OF_ROW = 4e-7

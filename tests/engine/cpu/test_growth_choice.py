@@ -10,18 +10,14 @@ from growth_checks import CASE
 from growth_steps import VOCAB, Step
 
 from dyntree_kernels.cpu.growth import CompiledGrowth
+from dyntree_plugin.engine.compose import Composer
+from dyntree_plugin.engine.cpu.ops import CPUOps
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
 from dyntree_plugin.engine.step.ops import at_hand
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.value import AcceptanceEstimate
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-from dyntree_plugin.engine.compose import Composer  # noqa: E402
-from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
 
 
 def chosen(plan: TreePlan, ops: Any) -> Any:

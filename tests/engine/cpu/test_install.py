@@ -30,11 +30,6 @@ BEYOND_RUNNER = {
 REFUSED_KERNELS = {RUNNER + kernel for kernels in REFUSED.values() for kernel in kernels}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def native() -> None:
-    vllm_cpu_runner.install()
-
-
 @pytest.fixture
 def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     registry: dict[str, object] = {}
@@ -100,7 +95,6 @@ def test_a_position_beyond_a_block_table_gets_the_null_slot() -> None:
     import torch
     from vllm.v1.worker.gpu.block_table import BlockTables
 
-    vllm_cpu_runner.install()
     tables = BlockTables([4], 2, 16, [2], torch.device("cpu"))
     for request, ids in enumerate(([3, 5], [7, 9])):
         tables.append_block_ids(request, (ids,), overwrite=True)

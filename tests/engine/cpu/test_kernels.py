@@ -11,7 +11,6 @@ import pytest
 import torch
 from vllm.triton_utils.dispatcher import KernelOverride
 
-import vllm_cpu_runner
 from vllm_cpu_runner.registry import IMPLEMENTATIONS
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -37,7 +36,6 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, cases.Res
 @pytest.fixture(scope="module")
 def native() -> tuple[dict[str, cases.Results], set[object]]:
     """Results of all cases from the CPU kernels, and the implementations that were launched."""
-    vllm_cpu_runner.install()
     launched: set[object] = set()
     stock = KernelOverride._launch
 
@@ -82,7 +80,6 @@ def test_the_comparison_notices_noise_at_a_wrong_position(
 ) -> None:
     from vllm_cpu_runner import sampling
 
-    vllm_cpu_runner.install()
     monkeypatch.setattr(sampling, "_DRAFT_POSITION_OFFSET", 1)
     name = "gumbel[(512, False)]"
     found = differences(interpreted[name], cases.CASES[name](), 0)
@@ -105,7 +102,6 @@ def test_the_comparison_notices_a_broken_block(
 ) -> None:
     from vllm_cpu_runner import rejection
 
-    vllm_cpu_runner.install()
     stock = getattr(rejection, name)
     monkeypatch.setattr(rejection, name, lambda *given: torch.zeros_like(stock(*given)))
     case = "block_verification[overconfident]"

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 
-import vllm_cpu_runner
 from dyntree_plugin.admission.request_limits import WORD_TOKENS_ON_CPU
+from vllm_cpu_runner.long_lists import lift_limits
 
 VOCABULARY, REQUESTS, PROMPT = 6000, 3, 4
 
@@ -19,13 +22,6 @@ VOCABULARY, REQUESTS, PROMPT = 6000, 3, 4
 @pytest.fixture(scope="module")
 def states() -> Any:
     """Return vLLM's own states, enlarged."""
-    vllm_cpu_runner.install()
-    from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
-    from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
-    from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
-
-    from vllm_cpu_runner.long_lists import lift_limits
-
     device = torch.device("cpu")
     numbers = UvaBackedTensor(REQUESTS, dtype=torch.int32)
     numbers.np[:] = PROMPT

@@ -6,13 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from vllm_parameters import APPLIED, Both, Device, both
 
 from dyntree_kernels.cpu.paths import KERNELS
-from vllm_cpu_runner import install
-
-install()  # must run before the sampler's modules are imported
-
-from vllm_parameters import APPLIED, Both, Device, both  # noqa: E402
 
 CPU = Device(torch.device("cpu"), KERNELS)
 

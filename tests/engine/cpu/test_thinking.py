@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-import vllm_cpu_runner
+from vllm.v1.worker.gpu.sample.thinking_budget import apply_thinking_budget
 
 VOCABULARY, BEYOND = 8, 4
 
@@ -13,8 +12,6 @@ VOCABULARY, BEYOND = 8, 4
 def forced(end: int) -> torch.Tensor:
     """Return zero logits of two rows, whose thoughts must end with this token, and what lies
     behind each row."""
-    vllm_cpu_runner.install()
-    from vllm.v1.worker.gpu.sample.thinking_budget import apply_thinking_budget
 
     def int32(*numbers: int) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int32)

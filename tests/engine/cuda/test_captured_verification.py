@@ -17,32 +17,27 @@ import torch
 from interpreted import passes_interpreted
 from noted_kernels import Kernel
 
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-
-from dyntree_kernels.contracts import Walk  # noqa: E402
-from dyntree_kernels.cpu.learn import learn as compiled_learning  # noqa: E402
-from dyntree_kernels.cpu.walk import walk as compiled_walk  # noqa: E402
-from dyntree_kernels.learning import Learn  # noqa: E402
-from dyntree_plugin.engine.attention.cpu import PathMover  # noqa: E402
-from dyntree_plugin.engine.cuda import captured as capturing  # noqa: E402
-from dyntree_plugin.engine.cuda.captured import CapturedStages  # noqa: E402
-from dyntree_plugin.engine.cuda.captured_catch_up import StateInputs  # noqa: E402
-from dyntree_plugin.engine.cuda.graphs import Call, Record, Replay, Tensors  # noqa: E402
-from dyntree_plugin.engine.layer_kinds import Accepted, Keeper, Move  # noqa: E402
-from dyntree_plugin.engine.runner import TreeRunnerMixin  # noqa: E402
-from dyntree_plugin.engine.speculator import TreeProposals  # noqa: E402
-from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
-from dyntree_plugin.engine.step.records import Drafted, Emitted, Step  # noqa: E402
-from dyntree_plugin.engine.step.requests import Requests, pack  # noqa: E402
-from dyntree_plugin.engine.step.sampled_walk import SampledWalk  # noqa: E402
-from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
-from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
-from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
-from dyntree_plugin.tree.token_tree import TokenTree  # noqa: E402
-from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
+from dyntree_kernels.contracts import Walk
+from dyntree_kernels.cpu.learn import learn as compiled_learning
+from dyntree_kernels.cpu.walk import walk as compiled_walk
+from dyntree_kernels.learning import Learn
+from dyntree_plugin.engine.attention.cpu import PathMover
+from dyntree_plugin.engine.cuda import captured as capturing
+from dyntree_plugin.engine.cuda.captured import CapturedStages
+from dyntree_plugin.engine.cuda.captured_catch_up import StateInputs
+from dyntree_plugin.engine.cuda.graphs import Call, Record, Replay, Tensors
+from dyntree_plugin.engine.layer_kinds import Accepted, Keeper, Move
+from dyntree_plugin.engine.runner import TreeRunnerMixin
+from dyntree_plugin.engine.speculator import TreeProposals
+from dyntree_plugin.engine.step.clock import StageClock
+from dyntree_plugin.engine.step.records import Drafted, Emitted, Step
+from dyntree_plugin.engine.step.requests import Requests, pack
+from dyntree_plugin.engine.step.sampled_walk import SampledWalk
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.engine.step.verify import TreeVerifier
+from dyntree_plugin.options.options import DynTreeOptions
+from dyntree_plugin.tree.token_tree import TokenTree
+from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
 
 NODES, VOCAB, SLOTS, MOST = 6, 2, 9, 8
 PLAN = DynTreeOptions(max_depth=3, budget="adaptive").resolve(NODES)

@@ -10,18 +10,13 @@ import pytest
 import torch
 from noted_kernels import Kernel
 
-from vllm_cpu_runner import install
-
-install()  # must run before the worker's modules are imported
-
 pytest.importorskip("triton", reason="these kernels are written in Triton")
 
-
-from dyntree_kernels.cuda import attention  # noqa: E402
-from dyntree_kernels.features import LayerFeatures  # noqa: E402
-from dyntree_plugin.engine.attention.buffers import MaskBuffers  # noqa: E402
-from dyntree_plugin.engine.attention.kernels import AttentionRows, Heads, TritonTrees  # noqa: E402
-from dyntree_plugin.engine.cuda.runner import TreeGPUModelRunner  # noqa: E402
+from dyntree_kernels.cuda import attention
+from dyntree_kernels.features import LayerFeatures
+from dyntree_plugin.engine.attention.buffers import MaskBuffers
+from dyntree_plugin.engine.attention.kernels import AttentionRows, Heads, TritonTrees
+from dyntree_plugin.engine.cuda.runner import TreeGPUModelRunner
 
 MOST, ROWS, PROCESSORS = 8, 200, 132
 

@@ -13,18 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: E402
-from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator  # noqa: E402
-
-from dyntree_kernels.contracts import BatchRows, DraftLaws  # noqa: E402
-from dyntree_kernels.drawn import LAW_SIZES, DrawnTrees  # noqa: E402
-from dyntree_plugin.engine.head_speculator import HeadSpeculator  # noqa: E402
-from dyntree_plugin.engine.speculator import TreeSpeculator  # noqa: E402
+from dyntree_kernels.contracts import BatchRows, DraftLaws
+from dyntree_kernels.drawn import LAW_SIZES, DrawnTrees
+from dyntree_plugin.engine.head_speculator import HeadSpeculator
+from dyntree_plugin.engine.speculator import TreeSpeculator
 
 ROWS, REQUESTS, WIDTHS, HIDDEN = 32, 6, (1, 4, 3), 8
 

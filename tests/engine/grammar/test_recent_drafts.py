@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_cpu_runner import install
-
-install()  # the runner's modules need it before they are imported
-
-from dyntree_plugin.engine.grammar.drafts import RecentDrafts, TreeDrafts  # noqa: E402
+from dyntree_plugin.engine.grammar.drafts import RecentDrafts, TreeDrafts
 
 
 def draft(recent: RecentDrafts, requests: list[str], first: int, *, trees: bool = True) -> None:

@@ -15,26 +15,22 @@ from growth_steps import growth_of, memory_of
 from noted_kernels import Kernel
 from scipy.stats import chisquare
 
-from vllm_cpu_runner import install
-
-install()  # the runner's modules need it before they are imported
-
-from dyntree_kernels.contracts import BatchRows, OfRequests, Walked, room_for  # noqa: E402
-from dyntree_kernels.cpu.drawn import decide_trees  # noqa: E402
-from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
-from dyntree_kernels.cpu.walk import walk  # noqa: E402
-from dyntree_kernels.drawn import DecideTrees, DrawnTrees  # noqa: E402
-from dyntree_plugin.engine.papers.draw_store import DrawStore  # noqa: E402
-from dyntree_plugin.engine.papers.drawn_samples import DrawnSamples, SamplesWalk  # noqa: E402
-from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
-from dyntree_plugin.engine.step.sampled_walk import SampledWalk  # noqa: E402
-from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
-from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
-from dyntree_plugin.tree.budget.chains import Limits, level_counts  # noqa: E402
-from dyntree_plugin.tree.growth import GrowthConfig  # noqa: E402
-from dyntree_plugin.tree.plan import TreePlan  # noqa: E402
-from dyntree_plugin.tree.shape import TreeShape  # noqa: E402
-from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
+from dyntree_kernels.contracts import BatchRows, OfRequests, Walked, room_for
+from dyntree_kernels.cpu.drawn import decide_trees
+from dyntree_kernels.cpu.growth import CompiledGrowth
+from dyntree_kernels.cpu.walk import walk
+from dyntree_kernels.drawn import DecideTrees, DrawnTrees
+from dyntree_plugin.engine.papers.draw_store import DrawStore
+from dyntree_plugin.engine.papers.drawn_samples import DrawnSamples, SamplesWalk
+from dyntree_plugin.engine.step.requests import COLUMNS, Requests
+from dyntree_plugin.engine.step.sampled_walk import SampledWalk
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.engine.step.verify import TreeVerifier
+from dyntree_plugin.tree.budget.chains import Limits, level_counts
+from dyntree_plugin.tree.growth import GrowthConfig
+from dyntree_plugin.tree.plan import TreePlan
+from dyntree_plugin.tree.shape import TreeShape
+from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
 
 VOCABULARY, DEPTH, LENGTH, FIRST = 3, 3, 5, 7
 """Tokens; of a chain; of the texts whose law is tested; and the position of their root."""

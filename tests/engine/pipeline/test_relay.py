@@ -10,16 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.worker.gpu.pp_utils import PPHandler
 
-from vllm_cpu_runner import install
-
-install()  # the runner's modules need it before they are imported
-
-from vllm.v1.worker.gpu.pp_utils import PPHandler  # noqa: E402
-
-from dyntree_plugin.engine.pipeline import relay as relays  # noqa: E402
-from dyntree_plugin.engine.pipeline.relay import Decided, Rows, TreeRelay  # noqa: E402
-from dyntree_plugin.engine.step.trees import PlacedTrees  # noqa: E402
+from dyntree_plugin.engine.pipeline import relay as relays
+from dyntree_plugin.engine.pipeline.relay import Decided, Rows, TreeRelay
+from dyntree_plugin.engine.step.trees import PlacedTrees
 
 SLOTS, NODES, DEPTH, STAGES = 4, 40, 5, 2
 SHAPE = SimpleNamespace(node_budget=NODES, max_depth=DEPTH)

@@ -11,28 +11,23 @@ import pytest
 import torch
 from path_checks import Batch, batch_of
 from vllm import SamplingParams
-
-from vllm_cpu_runner import install
-
-install()  # must run before the sampler's modules are imported
-
-from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor  # noqa: E402
-from vllm.v1.worker.gpu.sample.logits_processor.interface import (  # noqa: E402
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import (
     LogitsContext,
     LogitsProcessor,
 )
-from vllm.v1.worker.gpu.sample.sampler import Sampler  # noqa: E402
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from dyntree_kernels.cpu.paths import KERNELS  # noqa: E402
-from dyntree_plugin.engine.sampling.parameters import TreeParameters  # noqa: E402
-from dyntree_plugin.engine.sampling.processors import (  # noqa: E402
+from dyntree_kernels.cpu.paths import KERNELS
+from dyntree_plugin.engine.sampling.parameters import TreeParameters
+from dyntree_plugin.engine.sampling.processors import (
     ProcessorsOnTrees,
     custom_processors,
     read_paths,
 )
-from dyntree_plugin.engine.step import verify  # noqa: E402
-from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
-from vllm_cpu_runner.long_lists import lift_limits  # noqa: E402
+from dyntree_plugin.engine.step import verify
+from dyntree_plugin.engine.step.verify import TreeVerifier
+from vllm_cpu_runner.long_lists import lift_limits
 
 SLOTS, VOCABULARY, PROMPT, TOTAL, DEPTH = 6, 40, 9, 14, 12
 CPU = torch.device("cpu")

@@ -9,19 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-
-from dyntree_kernels.contracts import Walked  # noqa: E402
-from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
-from dyntree_plugin.engine.step.catch_up import CatchUpPlan  # noqa: E402
-from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
-from dyntree_plugin.engine.step.draft import Drafter  # noqa: E402
-from dyntree_plugin.engine.step.ops import NoGraphs  # noqa: E402
-from dyntree_plugin.engine.step.records import Drafted, Emitted, Sampled, Step  # noqa: E402
-from dyntree_plugin.engine.step.requests import COLUMNS  # noqa: E402
+from dyntree_kernels.contracts import Walked
+from dyntree_plugin.engine.cpu.ops import CPUOps
+from dyntree_plugin.engine.step.catch_up import CatchUpPlan
+from dyntree_plugin.engine.step.clock import StageClock
+from dyntree_plugin.engine.step.draft import Drafter
+from dyntree_plugin.engine.step.ops import NoGraphs
+from dyntree_plugin.engine.step.records import Drafted, Emitted, Sampled, Step
+from dyntree_plugin.engine.step.requests import COLUMNS
 
 
 def plan(

@@ -13,15 +13,11 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, Report, report_width  # noqa: E402
-from dyntree_plugin.engine.patches import carry_tree_stats  # noqa: E402
-from dyntree_plugin.engine.scheduler import TreeCounting  # noqa: E402
-from dyntree_plugin.engine.telemetry.counts import WorkerCounts  # noqa: E402
-from dyntree_plugin.engine.telemetry.stats import DeliveredMetrics, TreeSpecDecodingStats  # noqa: E402
+from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, Report, report_width
+from dyntree_plugin.engine.patches import carry_tree_stats
+from dyntree_plugin.engine.scheduler import TreeCounting
+from dyntree_plugin.engine.telemetry.counts import WorkerCounts
+from dyntree_plugin.engine.telemetry.stats import DeliveredMetrics, TreeSpecDecodingStats
 
 
 def worker_counts(

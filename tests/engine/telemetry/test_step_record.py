@@ -9,20 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, LOOK_UP, Walked  # noqa: E402
-from dyntree_plugin.engine.runner import TreeRunnerMixin  # noqa: E402
-from dyntree_plugin.engine.step.clock import Measured, StageTimes  # noqa: E402
-from dyntree_plugin.engine.step.count import report  # noqa: E402
-from dyntree_plugin.engine.step.ops import Arrival, at_hand  # noqa: E402
-from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
-from dyntree_plugin.engine.telemetry.counts import WorkerCounts  # noqa: E402
-from dyntree_plugin.engine.telemetry.sources import by_source, source_indices  # noqa: E402
-from dyntree_plugin.engine.telemetry.step_record import StepRecord, StepTimes  # noqa: E402
-from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
+from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, LOOK_UP, Walked
+from dyntree_plugin.engine.runner import TreeRunnerMixin
+from dyntree_plugin.engine.step.clock import Measured, StageTimes
+from dyntree_plugin.engine.step.count import report
+from dyntree_plugin.engine.step.ops import Arrival, at_hand
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.engine.telemetry.counts import WorkerCounts
+from dyntree_plugin.engine.telemetry.sources import by_source, source_indices
+from dyntree_plugin.engine.telemetry.step_record import StepRecord, StepTimes
+from dyntree_plugin.options.options import DynTreeOptions
 
 
 def verification(

@@ -8,13 +8,9 @@ from typing import Any
 import torch
 
 from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, LOOK_UP, Walked
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
-from dyntree_plugin.engine.telemetry.trace import TreeTrace  # noqa: E402
-from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.engine.telemetry.trace import TreeTrace
+from dyntree_plugin.options.options import DynTreeOptions
 
 
 def test_a_trace_has_verified_nodes_alone_with_their_sources() -> None:
