@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,11 +20,20 @@ if TYPE_CHECKING:
 Build = Callable[..., "VllmConfig"]
 WIDTH = 16
 """Speculative tokens of a configuration, so nodes of a tree."""
+UNCHECKED = "scheduler_config.scheduler_cls", None
+"""The change that makes a built configuration one that is not yet checked."""
+ON_CUDA = {"parallel_config.worker_cls": "auto", "attention_config.backend": None}
+"""The changes that make it one for CUDA."""
 
 
-def refusal_of(config: VllmConfig, **options: Any) -> str:
-    with pytest.raises(ValueError) as error:
-        check.refuse_unserved(config, DynTreeOptions(**options), "cpu", WORKERS)
+def admit(config: VllmConfig, device: str = "cpu", *kernels: Any, **options: Any) -> None:
+    """Raise if the configuration is refused; ``kernels``: what refuses models without a kernel."""
+    check.refuse_unserved(config, DynTreeOptions(**options), device, WORKERS, *kernels)
+
+
+def refusal_of(config: VllmConfig, device: str = "cpu", *kernels: Any, **options: Any) -> str:
+    with pytest.raises(check.Refused) as error:
+        admit(config, device, *kernels, **options)
     return str(error.value)
 
 
@@ -40,3 +50,7 @@ def changed(config: VllmConfig, path: str, value: Any) -> VllmConfig:
     else:
         setattr(owner, name, value)
     return root
+
+
+def with_all(config: VllmConfig, changes: Mapping[str, Any]) -> VllmConfig:
+    return reduce(lambda found, path: changed(found, path, changes[path]), changes, config)

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from configurations import Build, changed, refusal_of
+from configurations import ON_CUDA, UNCHECKED, Build, admit, changed, refusal_of, with_all
 
-from dyntree_plugin.admission import check
 from dyntree_plugin.admission.blocks import block_advice
 from dyntree_plugin.admission.cuda_backends import CUDA_REFUSALS
 from dyntree_plugin.engine import configuration
-from dyntree_plugin.engine.configuration import WORKERS, plan_in_force
+from dyntree_plugin.engine.configuration import plan_in_force
 from dyntree_plugin.options.options import DynTreeOptions
 
 LENGTH = 5
@@ -133,7 +132,7 @@ UNCOMPARED: list[tuple[str, Any, str]] = [
 
 
 def test_what_was_not_compared_is_refused(build: Build, block: Arguments) -> None:
-    admitted = changed(build(**block()), "scheduler_config.scheduler_cls", None)
+    admitted = changed(build(**block()), *UNCHECKED)
     for path, value, named in UNCOMPARED:
         assert f"{named} is not supported" in refusal_of(changed(admitted, path, value))
 
@@ -159,11 +158,11 @@ def test_windows_are_admitted(build: Build, block: Arguments, windows: dict[str,
 
 
 def test_on_cuda_trees_are_admitted_and_called_unproven(build: Build, block: Arguments) -> None:
-    admitted = changed(build(**block()), "scheduler_config.scheduler_cls", None)
-    on_cuda = changed(admitted, "parallel_config.worker_cls", "auto")
+    admitted = changed(build(**block()), *UNCHECKED)
+    on_cuda = with_all(admitted, ON_CUDA)
     plan = plan_in_force(admitted.speculative_config)
     assert plan is not None
-    check.refuse_unserved(on_cuda, DynTreeOptions(), "cuda", WORKERS)
+    admit(on_cuda, "cuda")
     assert "unproven on a GPU" in (block_advice(on_cuda, plan, "cuda") or "")
     exact = changed(changed(admitted, "model_config.dtype", torch.float32), EAGER, True)
     assert block_advice(exact, plan, "cpu") is None
@@ -254,7 +253,7 @@ def test_what_does_not_go_with_masks_is_refused(build: Build, masked: Arguments)
     draft = masked()["speculative_config"]["model"]
     with pytest.raises(ValueError, match="does not go with a block draft"):
         build(**masked(), dyntree={"drafts": [draft]})
-    admitted = changed(build(**masked()), "scheduler_config.scheduler_cls", None)
+    admitted = changed(build(**masked()), *UNCHECKED)
     admitted = changed(admitted, "speculative_config.parallel_drafting", True)
     assert "dtype=('draft_model', 'float16')" in refusal_of(
         changed(admitted, "model_config.dtype", torch.float16)
@@ -266,8 +265,7 @@ def test_what_does_not_go_with_masks_is_refused(build: Build, masked: Arguments)
 )
 def test_masks_are_refused_on_flashinfer(build: Build, masked: Arguments, path: str) -> None:
     config = changed(build(**masked()), "speculative_config.parallel_drafting", True)
-    config = changed(config, "parallel_config.worker_cls", "auto")
-    config = changed(config, "scheduler_config.scheduler_cls", None)
+    config = changed(with_all(config, ON_CUDA), *UNCHECKED)
     for name in ("FLASH_ATTN", "FLASHINFER"):
         named = changed(config, path, SimpleNamespace(name=name))
         reasons = [each.option for each in CUDA_REFUSALS if each(named)]

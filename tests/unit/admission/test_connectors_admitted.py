@@ -6,12 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from configurations import changed, refusal_of
+from configurations import admit, changed, refusal_of
 from vllm.config import KVTransferConfig
-
-from dyntree_plugin.admission import check
-from dyntree_plugin.engine.configuration import WORKERS
-from dyntree_plugin.options.options import DynTreeOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,8 +46,7 @@ def several(*names: str) -> dict[str, Any]:
 def test_connectors_that_read_accepted_paths_are_admitted(
     admitted: VllmConfig, name: str, transfer: dict[str, Any]
 ) -> None:
-    config = connected(admitted, name, **transfer)
-    check.refuse_unserved(config, DynTreeOptions(), "cpu", WORKERS)
+    admit(connected(admitted, name, **transfer))
 
 
 @pytest.mark.parametrize(
@@ -82,12 +77,12 @@ def test_layer_wise_saves_of_lmcache_are_seen_in_its_own_settings(
     settings = tmp_path / "lmcache.yaml"
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(settings))
     settings.write_text("use_layerwise: false\n")
-    check.refuse_unserved(config, DynTreeOptions(), "cpu", WORKERS)
+    admit(config)
     settings.write_text("use_layerwise: true\n")
     assert "with use_layerwise" in refusal_of(config)
     settings.write_text("{")
     with pytest.raises(ValueError, match=r"LMCACHE_CONFIG_FILE='.*lmcache.yaml' cannot be read"):
-        check.refuse_unserved(config, DynTreeOptions(), "cpu", WORKERS)
+        admit(config)
     settings.write_text("")
     monkeypatch.setenv("LMCACHE_USE_LAYERWISE", "True")
     assert "with use_layerwise" in refusal_of(config)

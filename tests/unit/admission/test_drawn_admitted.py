@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-from configurations import Build, changed
+import re
 
-from dyntree_plugin.admission import check
-from dyntree_plugin.engine.configuration import WORKERS
-from dyntree_plugin.options.options import DynTreeOptions
+import pytest
+from configurations import ON_CUDA, UNCHECKED, Build, admit, changed, refusal_of, with_all
 
 DRAWN = {"exactness": "distribution"}
 WIDE = {"width": 64, "children": 64}
@@ -25,13 +23,9 @@ WIDE = {"width": 64, "children": 64}
 def test_no_more_candidates_are_drawn_from_than_a_kernel_holds(
     build: Build, options: dict[str, object], device: str, fits: bool
 ) -> None:
-    config = changed(build(dyntree=options), "scheduler_config.scheduler_cls", None)
-    config = changed(config, "parallel_config.worker_cls", "auto")
-    given = DynTreeOptions.parse(options)
+    config = with_all(changed(build(dyntree=options), *UNCHECKED), ON_CUDA)
     if fits:
-        check.refuse_unserved(config, given, device, WORKERS)
+        admit(config, device, **options)
         return
-    with pytest.raises(
-        check.Refused, match=r"at most 8192 candidates, not .*lower dyntree.children"
-    ):
-        check.refuse_unserved(config, given, device, WORKERS)
+    reason = refusal_of(config, device, **options)
+    assert re.search(r"at most 8192 candidates, not .*lower dyntree\.children", reason)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from configurations import changed, refusal_of
+from configurations import refusal_of, with_all
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,10 +16,6 @@ CHANGES = {
     "model_config.is_diffusion": True,
 }
 NAMED = ("ubatch_size=2", "scheduler_cls='my.Scheduler'", "target model: is_diffusion=True")
-
-
-def with_all(config: VllmConfig, changes: Mapping[str, Any]) -> VllmConfig:
-    return reduce(lambda found, path: changed(found, path, changes[path]), changes, config)
 
 
 @pytest.mark.parametrize("method", ["draft_model", "medusa"])

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from configurations import Build, changed
+from configurations import ON_CUDA, UNCHECKED, Build, admit, changed, refusal_of, with_all
 
 from dyntree_kernels.tries import MOST_ON_CUDA
 from dyntree_plugin import plugin
-from dyntree_plugin.admission import check
 from dyntree_plugin.engine import configuration
 from dyntree_plugin.engine.configuration import WORKERS, plan_in_force, tree_plan
 from dyntree_plugin.options.options import DynTreeOptions
@@ -43,12 +42,7 @@ def test_tries_are_no_larger_than_the_device_makes_them(
     nodes: int,
 ) -> None:
     config = build(speculative={"num_speculative_tokens": 128})
-    for path, value in (
-        ("scheduler_config.scheduler_cls", None),
-        ("parallel_config.worker_cls", "auto"),
-        ("attention_config.backend", None),
-    ):
-        config = changed(config, path, value)
+    config = with_all(changed(config, *UNCHECKED), ON_CUDA)
     monkeypatch.setattr(configuration, "is_marked", lambda _: False)
     logged()
     plugin.admit(config, DynTreeOptions(), device)
@@ -65,14 +59,13 @@ def test_on_cuda_trees_of_look_up_alone_are_no_larger_than_a_trie(build: Build) 
         (larger, "cuda", False),
         (larger | {"dyntree": {"node_budget": MOST_ON_CUDA}}, "cuda", True),
     ):
-        config = changed(build(**arguments), "scheduler_config.scheduler_cls", None)
-        config = changed(config, "parallel_config.worker_cls", "auto")
-        options = DynTreeOptions(**arguments.get("dyntree", {}))
+        config = with_all(changed(build(**arguments), *UNCHECKED), ON_CUDA)
+        options = arguments.get("dyntree", {})
         if fits:
-            check.refuse_unserved(config, options, device, WORKERS)
+            admit(config, device, **options)
             continue
-        with pytest.raises(check.Refused, match="node_budget=65 is too large without a draft"):
-            check.refuse_unserved(config, options, device, WORKERS)
+        reason = refusal_of(config, device, **options)
+        assert "node_budget=65 is too large without a draft" in reason
 
 
 def test_no_slots_are_reserved_and_no_draft_is_compiled_without_a_draft_model(

@@ -6,30 +6,24 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from configurations import changed, refusal_of
+from configurations import ON_CUDA, admit, changed, refusal_of, with_all
 
-from dyntree_plugin.admission import check, mrope
-from dyntree_plugin.engine.configuration import WORKERS
-from dyntree_plugin.options.options import DynTreeOptions
+from dyntree_plugin.admission import mrope
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
 def _target(config: VllmConfig, architecture: str) -> VllmConfig:
-    components = changed(config, "model_config.uses_mrope", True)
-    return changed(components, "model_config.architecture", architecture)
+    of_target = {"model_config.uses_mrope": True, "model_config.architecture": architecture}
+    return with_all(config, of_target)
 
 
 @pytest.mark.parametrize("architecture", mrope.TARGETS)
-@pytest.mark.parametrize(("device", "worker"), [("cpu", None), ("cuda", "auto")])
-def test_compared_targets_are_admitted(
-    admitted: VllmConfig, architecture: str, device: str, worker: str | None
-) -> None:
+def test_compared_targets_are_admitted(admitted: VllmConfig, architecture: str) -> None:
     target = _target(admitted, architecture)
-    if worker is not None:
-        target = changed(target, "parallel_config.worker_cls", worker)
-    check.refuse_unserved(target, DynTreeOptions(), device, WORKERS)
+    admit(target)
+    admit(with_all(target, ON_CUDA), "cuda")
 
 
 def test_a_head_may_have_several_components_and_a_draft_model_may_not(
@@ -41,7 +35,7 @@ def test_a_head_may_have_several_components_and_a_draft_model_may_not(
         True,
     )
     head = changed(both, "speculative_config.method", "mtp")
-    check.refuse_unserved(head, DynTreeOptions(), "cpu", WORKERS)
+    admit(head)
     assert "draft model: uses_mrope=True is not supported" in refusal_of(both)
 
 

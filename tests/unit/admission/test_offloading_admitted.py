@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from configurations import WIDTH, Build, changed
+from configurations import ON_CUDA, UNCHECKED, WIDTH, Build, admit, changed, refusal_of, with_all
 from safetensors.torch import save_file
 
-from dyntree_plugin.admission import check, offloading, weights
+from dyntree_plugin.admission import offloading, weights
 from dyntree_plugin.commands.doctor import offloading as doctor
-from dyntree_plugin.engine.configuration import WORKERS
-from dyntree_plugin.options.options import DynTreeOptions
 
 LAYERS, OF_LAYER, REST, OF_DRAFT = 4, 3 << 20, 1 << 20, 1 << 20
 """Layers of the target; bytes of one, of what is outside of them, and of the draft, in float32."""
@@ -53,8 +51,7 @@ def config(
             speculative={"model": str(models["draft"])},
             **arguments,
         )
-        found = changed(found, "scheduler_config.scheduler_cls", None)
-        return changed(found, "parallel_config.worker_cls", "auto")
+        return with_all(changed(found, *UNCHECKED), ON_CUDA)
 
     return make
 
@@ -67,14 +64,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return memory
 
 
-def refused(config: Any, device: str = "cuda") -> str:
-    with pytest.raises(ValueError) as error:
-        check.refuse_unserved(config, DynTreeOptions(), device, WORKERS)
-    return str(error.value)
-
-
 def told(config: Any, device: str = "cuda") -> str:
-    check.refuse_unserved(config, DynTreeOptions(), device, WORKERS)
+    admit(config, device)
     return " ".join(offloading.advice(config, device))
 
 
@@ -117,7 +108,7 @@ def test_more_than_the_host_has_is_refused_and_more_than_is_free_is_told(
     host.available = LAYERS * OF_LAYER - 1
     assert "of which 0.0 GiB are free" in told(wanted)
     host.total = LAYERS * OF_LAYER - 1
-    reason = refused(wanted)
+    reason = refusal_of(wanted, "cuda")
     assert "offload_group_size=1 moves" in reason
     assert "offload less" in reason
 
@@ -137,7 +128,7 @@ def test_every_rank_of_a_host_needs_its_own(config: Any, host: Any) -> None:
 
 
 def test_on_a_cpu_prefetching_is_refused_and_uva_does_nothing(config: Any, host: Any) -> None:
-    assert "offload_group_size=1 is for a GPU" in refused(prefetching(config, 1), "cpu")
+    assert "offload_group_size=1 is for a GPU" in refusal_of(prefetching(config, 1))
     assert told(config(cpu_offload_gb=1), "cpu") == (
         "cpu_offload_gb=1 does nothing on a CPU: the weights are in the host's memory already."
     )

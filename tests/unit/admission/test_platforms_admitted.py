@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from configurations import Build, changed
+from configurations import ON_CUDA, Build, admit, changed, refusal_of, with_all
 
-from dyntree_plugin.admission import attention_kernels, check, cuda_backends
+from dyntree_plugin.admission import attention_kernels, cuda_backends
 from dyntree_plugin.engine.attention import served
-from dyntree_plugin.engine.configuration import WORKERS
-from dyntree_plugin.options.options import DynTreeOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,8 +22,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def on_cuda(admitted: VllmConfig) -> VllmConfig:
     """The same configuration, before it is checked on CUDA."""
-    with_worker = changed(admitted, "parallel_config.worker_cls", "auto")
-    return changed(with_worker, "attention_config.backend", None)
+    return with_all(admitted, ON_CUDA)
 
 
 FLEX = SimpleNamespace(name="FLEX_ATTENTION")
@@ -43,10 +40,8 @@ FLEX = SimpleNamespace(name="FLEX_ATTENTION")
 def test_on_cuda_a_backend_that_carries_no_trees_is_refused(
     on_cuda: VllmConfig, option: str, path: str, value: Any
 ) -> None:
-    check.refuse_unserved(on_cuda, DynTreeOptions(), "cuda", WORKERS)
-    with pytest.raises(ValueError) as error:
-        check.refuse_unserved(changed(on_cuda, path, value), DynTreeOptions(), "cuda", WORKERS)
-    reason = str(error.value)
+    admit(on_cuda, "cuda")
+    reason = refusal_of(changed(on_cuda, path, value), "cuda")
     assert f"{option}=" in reason
     assert ("FLASH_ATTN, FLASHINFER and TRITON_ATTN" in reason) == (option == "attention_backend")
 
@@ -54,7 +49,7 @@ def test_on_cuda_a_backend_that_carries_no_trees_is_refused(
 def test_on_cuda_a_backend_that_carries_trees_may_be_named(on_cuda: VllmConfig) -> None:
     for name in cuda_backends.CUDA_BACKENDS:
         named = changed(on_cuda, "attention_config.backend", SimpleNamespace(name=name))
-        check.refuse_unserved(named, DynTreeOptions(), "cuda", WORKERS)
+        admit(named, "cuda")
 
 
 def test_a_head_size_without_a_kernel_is_refused_before_weights_load(
@@ -113,43 +108,40 @@ def test_on_cuda_the_gpu_and_the_head_size_decide_whether_a_model_is_served(
     monkeypatch.setattr(type(current_platform), "get_device_capability", ask)
     config = changed(on_cuda, "model_config.model_arch_config.head_size", head_size)
     config = changed(config, "model_config.dtype", torch.bfloat16)
-    refused = pytest.raises(check.Refused, match=reason) if reason else nullcontext()
-    with refused:
-        check.refuse_unserved(config, DynTreeOptions(), "cuda", WORKERS, served.refusal)
+    if reason is None:
+        admit(config, "cuda", served.refusal)
+    else:
+        assert reason in refusal_of(config, "cuda", served.refusal)
 
 
 def test_a_kernel_table_is_read_before_anything_loads(
     admitted: VllmConfig, on_cuda: VllmConfig, tmp_path: Path
 ) -> None:
     table = tmp_path / "kernels.json"
-    options = DynTreeOptions(kernel_table=str(table))
+    options = {"kernel_table": str(table)}
     for content, reason in ((None, "No such file"), ("{}", "must be a result file")):
         if content is not None:
             table.write_text(content)
-        with pytest.raises(check.Refused, match=rf"dyntree\.kernel_table='.*{reason}"):
-            check.refuse_unserved(on_cuda, options, "cuda", WORKERS)
+        refusal = refusal_of(on_cuda, "cuda", **options)
+        assert re.search(rf"dyntree\.kernel_table='.*{reason}", refusal)
     table.write_text('{"attention": []}')
-    check.refuse_unserved(on_cuda, options, "cuda", WORKERS)
-    with pytest.raises(check.Refused, match=r"kernel_table='.*' is for CUDA"):
-        check.refuse_unserved(admitted, options, "cpu", WORKERS)
+    admit(on_cuda, "cuda", **options)
+    assert f"kernel_table='{table}' is for CUDA" in refusal_of(admitted, **options)
 
 
 def test_flashinfer_by_name_is_refused_where_it_cannot_serve(
     admitted: VllmConfig, on_cuda: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = DynTreeOptions(attention="flashinfer")
-    with pytest.raises(check.Refused, match="attention='flashinfer' is for CUDA"):
-        check.refuse_unserved(admitted, options, "cpu", WORKERS)
+    def refusal(config: VllmConfig, device: str = "cuda") -> str:
+        return refusal_of(config, device, attention="flashinfer")
+
+    assert "attention='flashinfer' is for CUDA" in refusal(admitted, "cpu")
     monkeypatch.setattr(attention_kernels, "find_spec", lambda name: None)
-    with pytest.raises(check.Refused, match="needs FlashInfer: pip install"):
-        check.refuse_unserved(on_cuda, options, "cuda", WORKERS)
+    assert "needs FlashInfer: pip install" in refusal(on_cuda)
     monkeypatch.setattr(attention_kernels, "find_spec", lambda name: name)
-    with pytest.raises(check.Refused, match=r"cannot be followed: .*allowed: .*; use triton"):
-        check.refuse_unserved(on_cuda, options, "cuda", WORKERS)
+    assert re.search("cannot be followed: .*allowed: .*; use triton", refusal(on_cuda))
     quantised = changed(on_cuda, "cache_config.cache_dtype", "fp8")
-    with pytest.raises(check.Refused, match="cannot be followed with a KV cache in fp8"):
-        check.refuse_unserved(quantised, options, "cuda", WORKERS)
+    assert "cannot be followed with a KV cache in fp8" in refusal(quantised)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(check.Refused, match="cannot be followed with VLLM_BATCH_INVARIANT=1"):
-        check.refuse_unserved(on_cuda, options, "cuda", WORKERS)
-    check.refuse_unserved(on_cuda, DynTreeOptions(attention="triton"), "cuda", WORKERS)
+    assert "cannot be followed with VLLM_BATCH_INVARIANT=1" in refusal(on_cuda)
+    admit(on_cuda, "cuda", attention="triton")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from configurations import changed, refusal_of
+from configurations import admit, changed, refusal_of
 from vllm.config import KVTransferConfig
 from vllm.config.lora import LoRAConfig
 
-from dyntree_plugin.admission import check
 from dyntree_plugin.engine.attention import served
 from dyntree_plugin.engine.configuration import WORKERS
-from dyntree_plugin.options.options import DynTreeOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,7 +31,7 @@ def quantised(admitted: VllmConfig, request: pytest.FixtureRequest) -> VllmConfi
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_cache_in_e4m3_is_admitted(quantised: VllmConfig, device: str) -> None:
     worker = changed(quantised, "parallel_config.worker_cls", WORKERS[device])
-    check.refuse_unserved(worker, DynTreeOptions(), device, WORKERS)
+    admit(worker, device)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,7 @@ def test_a_cache_in_e4m3_is_admitted(quantised: VllmConfig, device: str) -> None
 def test_it_is_admitted_in_fp16_and_with_adapters(
     quantised: VllmConfig, path: str, value: Any
 ) -> None:
-    check.refuse_unserved(changed(quantised, path, value), DynTreeOptions(), "cpu", WORKERS)
+    admit(changed(quantised, path, value))
 
 
 @pytest.mark.parametrize(
@@ -65,5 +64,5 @@ def test_a_cache_that_vllm_cannot_quantise_here_is_refused(
 ) -> None:
     for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: False)
-    with pytest.raises(check.Refused, match=r"kv_cache_dtype='fp8.* requires x86 with AVX-512"):
-        check.refuse_unserved(quantised, DynTreeOptions(), "cpu", WORKERS, served.refusal)
+    reason = refusal_of(quantised, "cpu", served.refusal)
+    assert re.search("kv_cache_dtype='fp8.* requires x86 with AVX-512", reason)

@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from configurations import changed
+from configurations import ON_CUDA, admit, changed, with_all
 
 from dyntree_kernels.features import SERVED_ON
 from dyntree_plugin.admission import check
 from dyntree_plugin.admission.blocks import MODELS
 from dyntree_plugin.engine.attention.indexer import IndexerKind
 from dyntree_plugin.engine.attention.latent import LatentKind
-from dyntree_plugin.engine.configuration import WORKERS
 from dyntree_plugin.engine.cpu import kinds as on_cpu
 from dyntree_plugin.engine.cuda import kinds as on_cuda
 from dyntree_plugin.engine.states.kind import StateKind
 from dyntree_plugin.options.methods import BLOCKS
-from dyntree_plugin.options.options import DynTreeOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,7 +78,7 @@ def refused(config: VllmConfig, recipe: dict[str, Any], method: str, device: str
         config = changed(config, path, value)
     layers = [each for each in recipe.get("layers", ()) if each not in layers_of(device)]
     try:
-        check.refuse_unserved(config, DynTreeOptions(), device, WORKERS)
+        admit(config, device)
     except check.Refused as error:
         return [str(each).partition("=")[0].rpartition(": ")[2] for each in error.args] + layers
     return layers
@@ -98,9 +96,8 @@ def outcome(config: VllmConfig, recipe: dict[str, Any], device: str) -> dict[str
 def on(admitted: VllmConfig) -> Callable[[str], VllmConfig]:
     """Return the base of all configurations on a device: full attention, and one rank. On CUDA,
     vLLM's kernels of latent attention take no float32."""
-    half = changed(admitted, "model_config.dtype", torch.bfloat16)
-    on_cuda = changed(half, "parallel_config.worker_cls", "auto")
-    return {"cpu": admitted, "cuda": changed(on_cuda, "attention_config.backend", None)}.__getitem__
+    on_cuda = with_all(admitted, {"model_config.dtype": torch.bfloat16, **ON_CUDA})
+    return {"cpu": admitted, "cuda": on_cuda}.__getitem__
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

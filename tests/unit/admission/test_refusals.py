@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from configurations import WIDTH, Build, changed, refusal_of
+from configurations import WIDTH, Build, admit, changed, refusal_of
 
-from dyntree_plugin.admission import check, refusals, versions
+from dyntree_plugin.admission import refusals, versions
 from dyntree_plugin.engine.configuration import (
-    WORKERS,
     plan_in_force,
     tree_plan,
     uses_adaptive_budget,
 )
-from dyntree_plugin.options.options import DynTreeOptions
 from vllm_cpu_runner.refused import REFUSED
 
 if TYPE_CHECKING:
@@ -98,7 +96,7 @@ def test_models_are_compiled_for_the_rows_of_the_largest_draft_forward(
 
 
 def test_a_configuration_that_a_tree_can_serve_is_admitted(admitted: VllmConfig) -> None:
-    check.refuse_unserved(admitted, DynTreeOptions(), "cpu", WORKERS)
+    admit(admitted)
 
 
 def test_one_change_is_refused_with_its_option_and_advice(admitted: VllmConfig) -> None:
@@ -290,7 +288,7 @@ def test_only_the_supported_versions_of_vllm_are_served(
 ) -> None:
     monkeypatch.setattr(versions, "installed_vllm", lambda: ("vllm", version))
     if supported:
-        check.refuse_unserved(admitted, DynTreeOptions(), "cpu", WORKERS)
+        admit(admitted)
     else:
         assert f"vllm={version} is not supported" in refusal_of(admitted)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import reduce
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from configurations import Build, changed, refusal_of
+from configurations import Build, admit, changed, refusal_of, with_all
 
 from dyntree_plugin.admission import check
-from dyntree_plugin.engine.configuration import WORKERS
-from dyntree_plugin.options.options import DynTreeOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,43 +22,35 @@ SHARED = "data_parallel_size of a mixture of experts"
 EXPERTS = "speculative_config.draft_model_config.model_arch_config.num_experts"
 
 
-def of(config: VllmConfig, changes: dict[str, Any]) -> VllmConfig:
-    return reduce(lambda found, path: changed(found, path, changes[path]), changes, config)
-
-
 @pytest.fixture
 def shared(admitted: VllmConfig) -> VllmConfig:
     """Return a configuration for CUDA with two ranks of a mixture of experts."""
-    return of(admitted, {**RANKS, "parallel_config.worker_cls": "auto"})
-
-
-def refused(config: VllmConfig) -> str:
-    with pytest.raises(check.Refused) as error:
-        check.refuse_unserved(config, DynTreeOptions(), "cuda", WORKERS)
-    return str(error.value)
+    return with_all(admitted, {**RANKS, "parallel_config.worker_cls": "auto"})
 
 
 def test_ranks_are_admitted_on_cuda_with_drafts_without_experts(shared: VllmConfig) -> None:
-    check.refuse_unserved(shared, DynTreeOptions(), "cuda", WORKERS)
+    admit(shared, "cuda")
     head = changed(shared, "speculative_config.method", "eagle3")
     # The file of an EAGLE-3 head may have its target's numbers.
-    check.refuse_unserved(changed(head, EXPERTS, 8), DynTreeOptions(), "cuda", WORKERS)
+    admit(changed(head, EXPERTS, 8), "cuda")
 
 
 def test_ranks_are_refused_on_a_cpu_for_what_vllm_lacks_there(admitted: VllmConfig) -> None:
-    reason = refusal_of(of(admitted, RANKS))
+    reason = refusal_of(with_all(admitted, RANKS))
     assert "data_parallel_size of a mixture of experts=2 is not supported: vLLM's CPU" in reason
-    dense = of(admitted, {path: False for path in RANKS if "moe" in path})
+    dense = with_all(admitted, {path: False for path in RANKS if "moe" in path})
     alone = changed(dense, "parallel_config.data_parallel_size", 2)
-    check.refuse_unserved(alone, DynTreeOptions(), "cpu", WORKERS)
+    admit(alone)
 
 
 @pytest.mark.parametrize("method", ["mtp", "draft_model"])
 def test_drafts_with_experts_are_refused_on_several_ranks(shared: VllmConfig, method: str) -> None:
-    with_experts = of(shared, {EXPERTS: 8, "speculative_config.method": method})
-    assert f"draft's experts, {SHARED}=(True, 2) is not supported" in refused(with_experts)
+    with_experts = with_all(shared, {EXPERTS: 8, "speculative_config.method": method})
+    assert f"draft's experts, {SHARED}=(True, 2) is not supported" in refusal_of(
+        with_experts, "cuda"
+    )
     one = {path: 1 for path in RANKS if "size" in path}
-    check.refuse_unserved(of(with_experts, one), DynTreeOptions(), "cuda", WORKERS)
+    admit(with_all(with_experts, one), "cuda")
     further = with_experts.speculative_config
     with pytest.raises(check.Refused, match=r"dyntree\.drafts, .*draft's experts, .*=\(True, 2\)"):
         check.refuse_further_draft(shared, further, "cuda")
@@ -79,13 +68,13 @@ def test_drafts_with_experts_are_refused_on_several_ranks(shared: VllmConfig, me
 def test_what_was_not_compared_on_such_ranks_is_refused(
     shared: VllmConfig, option: str, path: str, value: Any
 ) -> None:
-    assert option in refused(changed(shared, path, value))
+    assert option in refusal_of(changed(shared, path, value), "cuda")
 
 
 def test_ranks_that_come_and_go_are_refused(admitted: VllmConfig) -> None:
     elastic = changed(admitted, "parallel_config.enable_elastic_ep", True)
     assert "enable_elastic_ep=True" in refusal_of(elastic)
-    assert "enable_elastic_ep" not in refusal_of(of(admitted, RANKS))
+    assert "enable_elastic_ep" not in refusal_of(with_all(admitted, RANKS))
 
 
 def test_a_target_of_experts_is_known_by_its_file(build: Build, model_folder: Any) -> None:

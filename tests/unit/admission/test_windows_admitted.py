@@ -6,12 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from configurations import changed
+from configurations import admit, changed
 from vllm.config.lora import LoRAConfig
-
-from dyntree_plugin.admission import check
-from dyntree_plugin.engine.configuration import WORKERS
-from dyntree_plugin.options.options import DynTreeOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,7 +20,7 @@ def windowed(admitted: VllmConfig) -> VllmConfig:
 
 def test_windows_are_admitted_in_target_and_draft(windowed: VllmConfig) -> None:
     of_draft = "speculative_config.draft_model_config.hf_text_config.sliding_window"
-    check.refuse_unserved(changed(windowed, of_draft, 32), DynTreeOptions(), "cpu", WORKERS)
+    admit(changed(windowed, of_draft, 32))
 
 
 @pytest.mark.parametrize(
@@ -33,4 +29,4 @@ def test_windows_are_admitted_in_target_and_draft(windowed: VllmConfig) -> None:
 def test_windows_are_admitted_in_fp16_and_with_adapters(
     windowed: VllmConfig, path: str, value: Any
 ) -> None:
-    check.refuse_unserved(changed(windowed, path, value), DynTreeOptions(), "cpu", WORKERS)
+    admit(changed(windowed, path, value))
