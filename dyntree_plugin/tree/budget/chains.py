@@ -1,11 +1,11 @@
 """Choose how many nodes of drawn chains and trees a step verifies.
 
-Whether a chain ends must be decided before its next token is drawn (`tests/unit/tree/test_block.py`
-enumerates it). So chains are cut level by level, by the chances of that level and by limits from
-earlier batches of about the same size. Trees are cut to their most valuable nodes by such limits:
-what a node draws changes the values of nodes of less value alone. The nodes of batches are sorted
-by chance and averaged. The limits are the number of nodes that makes the most tokens per second of
-these averages, and the chance of the last.
+Whether a chain ends must be decided before its next token is drawn
+(`tests/unit/tree/papers/test_traversal.py` enumerates it). So chains are cut level by level, by the
+chances of that level and by limits from earlier batches of about the same size. Trees are cut to
+their most valuable nodes by such limits: what a node draws changes the values of nodes of less
+value alone. The nodes of batches are sorted by chance and averaged. The limits are the number of
+nodes that makes the most tokens per second of these averages, and the chance of the last.
 """
 
 from __future__ import annotations

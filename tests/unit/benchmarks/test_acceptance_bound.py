@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from reference.blocks_in_torch import Chains
 
 from benchmarks.acceptance.bound import Paths, accepted, nodes
+from benchmarks.acceptance.traversal import traverse
 
 VOCABULARY, DEPTH = 3, 3
 TEXTS = list(itertools.product(range(VOCABULARY), repeat=DEPTH))
@@ -31,8 +31,8 @@ class Laws:
             [[self.after[text[:at]][text[at]].log() for at in range(DEPTH)] for text in TEXTS]
         )
 
-    def along(self, text: tuple[int, ...], count: int) -> torch.Tensor:
-        return torch.stack([self.after[text[:at]] for at in range(count)])
+    def along(self, text: tuple[int, ...]) -> torch.Tensor:
+        return torch.stack([self.after[text[:at]] for at in range(DEPTH + 1)])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -43,14 +43,14 @@ def test_a_block_chain_accepts_what_the_bound_of_its_paths_allows(seed: int) -> 
     chances, log_chances = paths.target.sum(1).exp(), paths.draft.cumsum(1)
     allowed = float((chances * accepted(log_chances, paths)).sum())
     drawn = paths.draft.sum(1).exp()
-    chains = Chains(
+    chains = traverse(
         torch.tensor(TEXTS),
+        torch.arange(-1, DEPTH - 1).expand(len(TEXTS), -1),
         torch.full((len(TEXTS),), DEPTH),
-        torch.stack([draft.along(text, DEPTH) for text in TEXTS]),
-        torch.stack([target.along(text, DEPTH + 1) for text in TEXTS]),
+        torch.stack([draft.along(text) for text in TEXTS]).log(),
+        torch.stack([target.along(text) for text in TEXTS]),
     )
-    missed = (1 - chains.chances().passes).flip(1).cumprod(1).flip(1)
-    assert float((drawn * (1 - missed).sum(1)).sum()) == pytest.approx(allowed, rel=1e-6)
+    assert float((drawn * chains.on_path().sum(1)).sum()) == pytest.approx(allowed, rel=1e-6)
     one_by_one = (paths.target - paths.draft).clamp(max=0).cumsum(1).exp().sum(1)
     assert float((drawn * one_by_one).sum()) < allowed - 0.001
     assert float((drawn * nodes(log_chances, paths)).sum()) == pytest.approx(DEPTH)

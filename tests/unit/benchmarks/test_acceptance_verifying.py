@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from acceptance_models import CPU, VOCABULARY, in_rows, plain, some_prompts
-from reference.blocks_in_torch import Chains
 from transformers import PreTrainedModel
 
 from benchmarks.acceptance.drafting import Grown, Pick, Requests, grow
@@ -15,6 +14,7 @@ from benchmarks.acceptance.methods import METHODS, Setting
 from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.simulate import simulate
 from benchmarks.acceptance.texts import Prompts, logits_along, write
+from benchmarks.acceptance.traversal import traverse
 from benchmarks.acceptance.verifying import Blocks, Replay, Verifier, Walk
 from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.children import ChildPicker
@@ -142,19 +142,21 @@ def walk_on(
 def blocks_on(grown: Grown, context: Context, seeds: torch.Tensor, temperature: float) -> Accepted:
     """Accept a chain as a block by the target's distributions at every node."""
     tree, laws = grown.tree, grown.laws
+    assert tree.draws is not None
     assert laws is not None
     law = (dense_logits(grown, context) / temperature).softmax(2)
-    chains = Chains(tree.tokens, tree.counts, laws.log_probs[laws.rows].exp(), law)
+    rows = laws.rows.gather(1, tree.draws.columns)
+    found = traverse(tree.tokens, tree.parents, tree.counts, laws.log_probs[rows], law)
     roots = torch.tensor([len(words) - 1 for words in context])
 
     def noise(purpose: int, width: int) -> torch.Tensor:
         zeros = torch.zeros(len(roots), width)
         return PERTURB(zeros, torch.ones(len(roots)), stream(seeds, purpose), roots)
 
-    found = chains.chances()
-    lengths = found.accepted(uniform(noise(ACCEPT, DEPTH + 1))[:, 1:])
-    bonus = draw(chains.next_law(found, lengths), noise(BONUS, VOCABULARY))
-    path = torch.where(torch.arange(DEPTH) < lengths[:, None], torch.arange(DEPTH), -1)
+    last = found.accepted(uniform(noise(ACCEPT, DEPTH + 1)))
+    bonus = draw(found.residual[torch.arange(len(roots)), last], noise(BONUS, VOCABULARY))
+    path = found.path_to(last, DEPTH)
+    lengths = (path >= 0).sum(1)
     tokens = torch.nn.functional.pad(tree.tokens, (0, 1))
     return Accepted(path, lengths, tokens.scatter(1, lengths[:, None], bonus[:, None]))
 

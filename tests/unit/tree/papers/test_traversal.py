@@ -17,7 +17,6 @@ from exactness import (
     grow_every_way,
     of_best_tokens,
 )
-from reference.blocks_in_torch import Chains
 from test_exactness import (
     ALL_MODELS,
     BIASED,
@@ -42,6 +41,7 @@ from dyntree_plugin.tree.registry import plan_growth
 DRAWN = [case for case in CASES if plan_growth(*case[:2]).sampling == WR]
 STATIC = (GrowthConfig("expansion", (2, 1), sampling=WR), shape(4, 2, 1, 2), 3)
 ADAPTED = (GrowthConfig("dyspec"), shape(4, 3, 1, 3), 3)
+CHAIN = (GrowthConfig("chain", sampling=WR), shape(3, 3, 1, 1), 3)
 by_value = pytest.mark.parametrize("case", DRAWN, ids=map(name_of, DRAWN))
 both = pytest.mark.parametrize("case", [STATIC, ADAPTED], ids=["static", "by value"])
 
@@ -194,13 +194,29 @@ def test_nodes_are_on_the_accepted_path_as_often_as_is_said(case: Case):
     assert (held - found.on_path()).abs().max() < EXACT
 
 
+def test_a_chain_that_ends_by_the_tokens_before_its_next_one_emits_it_too():
+    """Control: one that ends by the next one, which it then leaves out."""
+    far = [0.0, 0.0]
+    for which, looks_at in itertools.product(ALL_MODELS, (0, 1)):
+        made, target = grown(CHAIN, which)
+        counts = torch.where(made.tree.tokens[:, looks_at] == 0, 1, made.tree.counts)
+        ended = replace(made, tree=replace(made.tree, counts=counts))
+        far[looks_at] = max(far[looks_at], distance(law_of(ended, target, as_it_is), target))
+    assert far[0] < EXACT
+    assert far[1] > BIASED
+
+
 def test_on_a_chain_it_is_block_verification():
-    case = (GrowthConfig("chain", sampling=WR), shape(3, 3, 1, 1), 3)
+    """Sun et al., arXiv 2403.10444, algorithm 2."""
     for which in (0, 1, 2):
-        made, target = grown(case, which)
-        found = traversed(made, target, 3)
+        made, target = grown(CHAIN, which)
         assert made.tree.draws is not None
-        draft = made.tree.draws.log_probs.exp()
-        p = target.after(made.depths, made.codes)
-        chains = Chains(made.tree.tokens, made.tree.counts, draft, p)
-        torch.testing.assert_close(found.passes[:, 1:], chains.chances().passes)
+        q, p = made.tree.draws.log_probs.exp(), target.after(made.depths, made.codes)
+        passes, ratio = [], torch.ones(len(q), 1, dtype=torch.float64)
+        for at, token in enumerate(made.tree.tokens.split(1, dim=1)):
+            ratio = (ratio * p[:, at].gather(1, token) / q[:, at].gather(1, token)).clamp(max=1)
+            if at < 2:
+                mass = (ratio * p[:, at + 1] - q[:, at + 1]).clamp(min=0).sum(1, keepdim=True)
+                passes.append(mass / (mass + 1 - ratio))
+        found = traversed(made, target, 3).passes[:, 1:]
+        torch.testing.assert_close(found, torch.cat([*passes, ratio], dim=1))
