@@ -56,6 +56,7 @@ class Client:
         before, outputs, seconds, after = asyncio.run(self._measure(load))
         tokens = sum(output.output_tokens for output in outputs)
         tpot, ttft = latencies_ms([(0.0, o.ttft, o.latency, o.output_tokens) for o in outputs])
+        grown = counts.grown(before, after)
         run = Run(
             round=0,
             requests=len(outputs),
@@ -63,9 +64,9 @@ class Client:
             output_tokens=tokens,
             tpot_ms=tpot,
             ttft_ms=ttft,
-            request_steps=counts.request_steps(before, after, tokens),
-            speculation=counts.growth(counts.read(before), counts.read(after)),
-            fallbacks=counts.growth_of_fallbacks(counts.fallbacks(before), counts.fallbacks(after)),
+            request_steps=counts.request_steps(grown, tokens),
+            speculation=counts.speculation(grown),
+            fallbacks=counts.fallbacks(grown),
         )
         return run, [output.generated_text for output in outputs]
 

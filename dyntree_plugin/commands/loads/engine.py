@@ -151,8 +151,7 @@ class Served:
         start = time.perf_counter()
         requests, steps = self._steps(load)
         seconds = time.perf_counter() - start
-        after = list(REGISTRY.collect())
-        spent = counts.stages(before)
+        grown = counts.grown(before, REGISTRY.collect())
         decoding = [step for step in steps if step.decodes]
         names = dict.fromkeys(name for step in decoding for name in step.stages)
         tpot, ttft = latencies_ms([(r.asked, r.first, r.last, len(r.tokens)) for r in requests])
@@ -168,15 +167,11 @@ class Served:
             stages_ms={
                 name: 1e3 * fmean(step.stages.get(name, 0.0) for step in decoding) for name in names
             }
-            or {
-                name: 1e3 * (now - spent[name]) / len(steps)
-                for name, now in counts.stages(after).items()
-                if name in spent
-            },
+            or {name: 1e3 * spent / len(steps) for name, spent in counts.stages(grown).items()},
             request_steps=sum(request.steps - 1 for request in requests),
             tokens_per_step_error=_error([(len(r.tokens) - 1, r.steps - 1) for r in requests]),
-            speculation=counts.growth(counts.read(before), counts.read(after)),
-            fallbacks=counts.growth_of_fallbacks(counts.fallbacks(before), counts.fallbacks(after)),
+            speculation=counts.speculation(grown),
+            fallbacks=counts.fallbacks(grown),
         )
         return run, [request.tokens for request in requests]
 

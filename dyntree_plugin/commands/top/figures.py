@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dyntree_plugin.commands.top.page import Page, Series
+from dyntree_plugin.commands.counters import Counters, Series
+from dyntree_plugin.commands.top.page import Page
 from dyntree_plugin.metrics.names import PREFIX
 
 
@@ -53,7 +54,7 @@ def figures(now: Page, before: Page | None = None) -> list[Figures]:
         if _has_restarted(series, earlier):
             earlier = {}
         seconds = None if before is None else now.seconds - before.seconds
-        figures.append(_engine_figures(*key, seconds, _Counters(series, earlier)))
+        figures.append(_engine_figures(*key, seconds, Counters(series, earlier)))
     return figures
 
 
@@ -72,46 +73,12 @@ def _has_restarted(now: Series, before: Series) -> bool:
     return False
 
 
-class _Counters:
-    """The increase of an engine's counters, and its current gauges."""
-
-    def __init__(self, now: Series, before: Series) -> None:
-        self._now = now
-        self._before = before
-
-    def gauge(self, name: str) -> int:
-        return int(sum(value for _, value in self._now.get(name, ())))
-
-    def total(self, name: str, **where: str) -> float:
-        return _total(self._now, name, where) - _total(self._before, name, where)
-
-    def by(self, label: str, name: str) -> dict[str, float]:
-        now, before = (_sums(series, name, label) for series in (self._now, self._before))
-        return {value: total - before.get(value, 0) for value, total in now.items()}
-
-    def labels(self, name: str) -> dict[str, str]:
-        return next((labels for labels, _ in self._now.get(name, ())), {})
-
-
-def _total(series: Series, name: str, where: dict[str, str]) -> float:
-    return sum(value for labels, value in series.get(name, ()) if where.items() <= labels.items())
-
-
-def _sums(series: Series, name: str, label: str) -> dict[str, float]:
-    """Return the total for each value of a label."""
-    sums: dict[str, float] = {}
-    for labels, value in series.get(name, ()):
-        if label in labels:
-            sums[labels[label]] = sums.get(labels[label], 0) + value
-    return sums
-
-
 def _ratio(part: float, whole: float) -> float | None:
     ratio = part / whole if whole > 0 else math.inf
     return ratio if math.isfinite(ratio) else None
 
 
-def _engine_figures(model_name: str, engine: str, seconds: float | None, c: _Counters) -> Figures:
+def _engine_figures(model_name: str, engine: str, seconds: float | None, c: Counters) -> Figures:
     steps = c.total(f"{PREFIX}tree_nodes_count")
     nodes = c.total(f"{PREFIX}tree_nodes_sum")
     accepted = c.total(f"{PREFIX}accepted_path_tokens_sum")

@@ -9,6 +9,7 @@ from urllib.error import URLError
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from dyntree_plugin.commands.counters import Series
 from dyntree_plugin.commands.top.fetch import fetch
 from dyntree_plugin.escape import escaped
 from dyntree_plugin.metrics.names import PREFIX
@@ -23,8 +24,6 @@ LARGEST = 1e18
 
 EngineKey = tuple[str, str]
 """Model name and engine number."""
-Series = dict[str, list[tuple[dict[str, str], float]]]
-"""Labels and value of every series, by name."""
 
 
 class Unreadable(Exception):

@@ -18,6 +18,7 @@ from dyntree_plugin.commands.bench import prompts, sets, summary, table
 from dyntree_plugin.commands.bench.measure import warm_ups
 from dyntree_plugin.commands.bench.results import Cell, Result, Series
 from dyntree_plugin.commands.bench.session import Settings
+from dyntree_plugin.commands.counters import Counters
 from dyntree_plugin.commands.loads import counts, requests
 from dyntree_plugin.commands.loads.engine import Served
 from dyntree_plugin.commands.loads.load import Load
@@ -207,6 +208,12 @@ def test_the_table_says_in_how_many_steps_a_tree_was_a_chain_and_why() -> None:
     ]
 
 
+def grown_of(page: str, before: tuple[int, ...], after: tuple[int, ...]) -> Counters:
+    """Return how the counters of a page grow from these values to others."""
+    pages = (text_string_to_metric_families(page % values) for values in (before, after))
+    return counts.grown(*pages)
+
+
 def test_a_servers_steps_count_where_all_tokens_are_of_these_answers() -> None:
     page = """\
 # TYPE vllm:generation_tokens_total counter
@@ -217,12 +224,10 @@ vllm:inter_token_latency_seconds_bucket{engine="0",le="+Inf"} 99
 vllm:inter_token_latency_seconds_count{engine="0"} %d
 vllm:inter_token_latency_seconds_sum{engine="0"} 99
 """
-    before, after = (
-        list(text_string_to_metric_families(page % values)) for values in ((5, 2), (25, 9))
-    )
-    assert counts.request_steps(before, after, 20) == 7
-    assert counts.request_steps(before, after, 19) == 0
-    assert counts.request_steps([], [], 20) == 0
+    grown = grown_of(page, (5, 2), (25, 9))
+    assert counts.request_steps(grown, 20) == 7
+    assert counts.request_steps(grown, 19) == 0
+    assert counts.request_steps(counts.grown([], []), 20) == 0
 
 
 def test_steps_without_trees_are_read_from_the_metrics() -> None:
@@ -236,12 +241,6 @@ vllm:dyntree_fallback_steps_total{engine="0",reason="penalties"} %d
 vllm:dyntree_fallback_steps_total{engine="1",reason="penalties"} 3
 vllm:dyntree_fallback_steps_total{engine="0",reason="bad_words"} 4
 """
-    before, after = (
-        counts.fallbacks(text_string_to_metric_families(page % values))
-        for values in ((5, 5, 2), (25, 25, 9))
-    )
-    assert before == Fallbacks(request_steps=5, by_reason={"penalties": 5, "bad_words": 4})
-    assert counts.growth_of_fallbacks(before, after) == Fallbacks(
-        request_steps=20, by_reason={"penalties": 7}
-    )
-    assert counts.fallbacks([]) == Fallbacks()
+    grown = grown_of(page, (5, 5, 2), (25, 25, 9))
+    assert counts.fallbacks(grown) == Fallbacks(request_steps=20, by_reason={"penalties": 7})
+    assert counts.fallbacks(counts.grown([], [])) == Fallbacks()

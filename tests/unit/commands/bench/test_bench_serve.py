@@ -212,11 +212,9 @@ vllm:spec_decode_num_accepted_tokens_total{engine="0"} %d
 # TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 99
 """
-    before, after = (
-        counts.read(text_string_to_metric_families(page % values)) for values in ((1, 2), (11, 32))
-    )
-    assert before == Speculation(drafts=6, accepted_tokens=2)
-    assert counts.growth(before, after) == Speculation(drafts=10, accepted_tokens=30)
+    pages = (text_string_to_metric_families(page % values) for values in ((1, 2), (11, 32)))
+    found = counts.speculation(counts.grown(*pages))
+    assert found == Speculation(drafts=10, accepted_tokens=30)
 
 
 def test_seconds_are_read_by_stage_from_an_engine_with_trees_alone() -> None:
@@ -227,6 +225,6 @@ vllm:dyntree_stage_seconds_sum{engine="0",stage="draft"} 0.5
 vllm:dyntree_stage_seconds_sum{engine="0",stage="target"} 1.5
 vllm:dyntree_stage_seconds_count{engine="0",stage="draft"} 4
 """
-    families = list(text_string_to_metric_families(page))
-    assert counts.stages(families) == {"draft": 0.5, "target": 1.5}
-    assert counts.stages([]) == {}
+    grown = counts.grown([], text_string_to_metric_families(page))
+    assert counts.stages(grown) == {"draft": 0.5, "target": 1.5}
+    assert counts.stages(counts.grown([], [])) == {}
