@@ -11,7 +11,6 @@ from vllm.v1.worker.gpu.input_batch import InputBuffers
 from dyntree_kernels.contracts import Drawing, GrowthSettings, StepGrowth
 from dyntree_plugin.engine.papers.draw_store import DrawStore
 from dyntree_plugin.engine.papers.drawn_samples import DrawnSamples, SamplesWalk
-from dyntree_plugin.engine.papers.logit_rows import WalkedRows
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
 from dyntree_plugin.engine.papers.walk import DrawnWalk
 from dyntree_plugin.engine.step.draft import Drafter, Ranking
@@ -98,7 +97,7 @@ class Composer:
             return walk
         if trees.plan.draws:
             return SamplesWalk(DrawnSamples(trees, self.draws, ops.decide_trees), walk)
-        return DrawnWalk(trees, self.draws, WalkedRows(trees, buffers, ops.perturb))
+        return DrawnWalk(trees, self.draws, buffers, ops.perturb)
 
     def _compiled(self, memory: GrowthMemory) -> StepGrowth | None:
         """Make compiled growth; None where there is none for the plan."""
