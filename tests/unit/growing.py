@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
-from reference.growths import Draft, Draw, Path
+from reference.growths import Draft, Draw, Path, Slot
 from tries import Grafting
 
 from dyntree_kernels.ancestors import unpack_bits
@@ -125,6 +125,31 @@ def paths_of(tree: TokenTree, row: int) -> list[Path]:
         above = paths[parent] if parent >= 0 else ()
         paths.append((*above, int(tree.tokens[row, node])))
     return paths
+
+
+def assert_tree(tree: TokenTree, row: int, expected: Sequence[Slot]) -> None:
+    """Assert that a row has the nodes of ``expected`` that have a chance, and their values."""
+    expected = [node for node in expected if node.value > 0]
+    assert paths_of(tree, row) == [node.path for node in expected]
+    values = torch.tensor([node.value for node in expected], dtype=torch.float64)
+    torch.testing.assert_close(tree.values[row, : len(expected)].exp(), values)
+
+
+def drawn_below(tree: TokenTree, row: int, seed: int) -> Iterator[tuple[Path, list[int]]]:
+    """Yield the path of the root and of each node, and the nodes that draws below it gave in turn.
+
+    All draws are known to be from the draft of ``seed``.
+    """
+    draws = tree.draws
+    assert draws is not None
+    for j, path in enumerate([(), *paths_of(tree, row)]):
+        nodes = draws.nodes[row, j].tolist()
+        count = sum(node >= 0 for node in nodes)
+        assert all(node >= 0 for node in nodes[:count])
+        if count:
+            law = draws.log_probs[row, int(draws.columns[row, j])]
+            torch.testing.assert_close(law, log_probs_after(seed, path))
+        yield path, nodes[:count]
 
 
 def paths_at(frontier: Frontier, row: int, columns: list[Path]) -> list[Path]:

@@ -6,11 +6,10 @@ import itertools
 
 import pytest
 import torch
-from growing import VOCAB, draft_of, grow, paths_of
+from growing import VOCAB, assert_tree, draft_of, grow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import growths
-from reference.growths import Slot
 
 from dyntree_plugin.tree.children import top_children
 from dyntree_plugin.tree.growth import GrowthConfig
@@ -30,13 +29,6 @@ shapes = st.builds(
 
 def grow_topk(seeds: list[int], shape: TreeShape, room: list[int] | None = None) -> TokenTree:
     return grow(plan_growth(GrowthConfig("topk"), shape), seeds, room)
-
-
-def assert_tree(tree: TokenTree, row: int, expected: list[Slot]) -> None:
-    expected = [node for node in expected if node.value > 0]
-    assert paths_of(tree, row) == [node.path for node in expected]
-    values = torch.tensor([node.value for node in expected], dtype=torch.float64)
-    torch.testing.assert_close(tree.values[row, : len(expected)].exp(), values)
 
 
 @settings(max_examples=30, deadline=None)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-from growing import draft_of, draw_of, grow, log_probs_after, paths_of
+from growing import assert_tree, draft_of, draw_of, drawn_below, grow, log_probs_after, paths_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import growths
-from reference.growths import Slot
 
 from dyntree_kernels.ancestors import unpack_bits
 from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan
 from dyntree_plugin.tree.registry import plan_growth
 from dyntree_plugin.tree.shape import TreeShape
-from dyntree_plugin.tree.token_tree import TokenTree
 
 shapes = st.builds(
     TreeShape,
@@ -26,12 +21,6 @@ shapes = st.builds(
 )
 seed_lists = st.lists(st.integers(0, 10_000), min_size=1, max_size=3)
 thresholds = st.floats(0.01, 1.0)
-
-
-def assert_tree(tree: TokenTree, row: int, expected: Sequence[Slot]) -> None:
-    assert paths_of(tree, row) == [node.path for node in expected]
-    values = torch.tensor([node.value for node in expected], dtype=torch.float64)
-    torch.testing.assert_close(tree.values[row, : len(expected)].exp(), values)
 
 
 def plan_of(name: str, shape: TreeShape, t: float) -> GrowthPlan:
@@ -80,25 +69,17 @@ def test_draws_say_which_draw_gave_which_node_and_from_what(
     name: str, shape: TreeShape, seeds: list[int]
 ) -> None:
     tree = grow(plan_of(name, shape, 0.05), seeds, distributions=True)
-    draws = tree.draws
-    assert draws is not None
     for row, seed in enumerate(seeds):
         paths = paths_of(tree, row)
-        for j, path in enumerate([(), *paths]):
-            nodes = [int(node) for node in draws.nodes[row, j]]
-            count = sum(node >= 0 for node in nodes)
-            assert all(node >= 0 for node in nodes[:count])
+        for path, nodes in drawn_below(tree, row, seed):
             # All children, in draw order. This is the order of their slots, and so of the tree.
-            assert nodes[:count] == [k for k, p in enumerate(paths) if p[:-1] == path]
-            if count:
-                law = draws.log_probs[row, int(draws.columns[row, j])]
-                torch.testing.assert_close(law, log_probs_after(seed, path))
-                tokens = [paths[node][-1] for node in nodes[:count]]
-                draw, residual = draw_of(seed), law.exp().tolist()
-                for token in tokens:
-                    assert draw(path, residual) == token
-                    residual = growths.without(residual, token)
-        assert (draws.nodes[row, len(paths) + 1 :] == -1).all()
+            assert nodes == [k for k, p in enumerate(paths) if p[:-1] == path]
+            draw, residual = draw_of(seed), log_probs_after(seed, path).exp().tolist()
+            for node in nodes:
+                assert draw(path, residual) == paths[node][-1]
+                residual = growths.without(residual, paths[node][-1])
+        assert tree.draws is not None
+        assert (tree.draws.nodes[row, len(paths) + 1 :] == -1).all()
 
 
 @settings(max_examples=30, deadline=None)

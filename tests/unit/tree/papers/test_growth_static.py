@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from growing import draft_of, draw_of, grow, log_probs_after, paths_of
+from growing import draft_of, draw_of, drawn_below, grow, log_probs_after, paths_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import growths
@@ -71,22 +71,13 @@ def test_draws_of_a_static_tree_lead_to_their_nodes(
     k: tuple[int, ...], sampling: Sampling, seeds: list[int]
 ) -> None:
     tree = grow(plan_growth(expand(k, sampling), ROOMY), seeds, distributions=True)
-    draws = tree.draws
-    assert draws is not None
     for row, seed in enumerate(seeds):
         paths = paths_of(tree, row)
         draw = draw_of(seed, max(k) if sampling == "with_replacement" else 0)
-        for j, path in enumerate([(), *paths]):
-            nodes = [int(node) for node in draws.nodes[row, j]]
-            count = sum(node >= 0 for node in nodes)
-            assert all(node >= 0 for node in nodes[:count])
-            assert {paths[node] for node in nodes[:count]} == {p for p in paths if p[:-1] == path}
-            if not count:
-                continue
-            law = draws.log_probs[row, int(draws.columns[row, j])]
-            torch.testing.assert_close(law, log_probs_after(seed, path))
-            residual = law.exp().tolist()
-            for node in nodes[:count]:
+        for path, nodes in drawn_below(tree, row, seed):
+            assert {paths[node] for node in nodes} == {p for p in paths if p[:-1] == path}
+            residual = log_probs_after(seed, path).exp().tolist()
+            for node in nodes:
                 assert draw(path, residual) == paths[node][-1]
                 if sampling == "without_replacement":
                     residual[paths[node][-1]] = 0.0
