@@ -26,9 +26,9 @@ from benchmarks.acceptance.verifying import Blocks, Replay, Verifier, Walk
 from benchmarks.acceptance.workloads import Texts
 from dyntree_plugin.tree.children import ChildPicker, Children, DraftRows
 from dyntree_plugin.tree.judged import Asked
-from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.perturb import perturb_on
 from dyntree_plugin.tree.plan import TreePlan
+from dyntree_plugin.tree.registry import DRAWN_RULES
 from dyntree_plugin.tree.value import AcceptanceEstimate
 from dyntree_plugin.tune.posterior import Posterior
 

@@ -79,8 +79,7 @@ class BlockSpeculator(NodeProposals):
         states = self.combine(torch.cat([layer[:rows] for layer in hidden], dim=-1))
         self.keep(states, positions, None)
         found = self.run(ids, positions, None, None)
-        width = self.most_logits_of_a_request(most_logits)
-        at = torch.arange(batch.num_reqs * width, device=found.device) % rows
+        at = self.rows_of_logits(batch, most_logits)
         self.score(ids[at], *self.offer(found[at]))
 
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:

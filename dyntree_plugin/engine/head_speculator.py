@@ -72,9 +72,7 @@ class HeadSpeculator(NodeProposals):
         states = self.combine(joined.index_select(0, every))
         ids, positions = batch.input_ids[:rows], batch.positions[:rows]
         found, _ = self.run(ids, positions, states, None, None)
-        width = self.most_logits_of_a_request(most_logits)
-        at = torch.arange(batch.num_reqs * width, device=found.device) % rows
-        self.compute_draft_logits(found[at], 0)
+        self.compute_draft_logits(found[self.rows_of_logits(batch, most_logits)], 0)
 
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:
         """Turn the target's hidden states into the head's input; see `LoadedHead`."""

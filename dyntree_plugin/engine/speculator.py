@@ -110,13 +110,15 @@ class TreeProposals(BaseSpeculator):
         are, for vLLM's profile of memory.
         """
 
-    def most_logits_of_a_request(self, most_logits: bool) -> int:
-        """Return how many logits of a request `rehearse` computes."""
+    def rows_of_logits(self, batch: InputBatch, most_logits: bool) -> torch.Tensor:
+        """Return the rows of a ``batch`` whose logits `rehearse` computes."""
+        width = 1
         # A CPU's cache has the size that the user sets.
-        if not most_logits or self.draft_tokens.device.type == "cpu":
-            return 1
-        plan = self.compose.trees.plan
-        return plan.shape.block + max(plan.growing.widths, default=1)
+        if most_logits and self.draft_tokens.device.type != "cpu":
+            plan = self.compose.trees.plan
+            width = plan.shape.block + max(plan.growing.widths, default=1)
+        every = torch.arange(batch.num_reqs * width, device=batch.positions.device)
+        return every % batch.num_tokens
 
 
 class NodeProposals(TreeProposals, DraftModelSpeculator):
@@ -179,14 +181,13 @@ class TreeSpeculator(NodeProposals, StandaloneARSpeculator):
         self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool
     ) -> None:
         """Run one forward of every draft."""
-        rows, width = batch.num_tokens, self.most_logits_of_a_request(most_logits)
+        rows, at = batch.num_tokens, self.rows_of_logits(batch, most_logits)
         models: list[LoadedModel] = [self, *self.further]
         vocabulary = self.compose.trees.vocabulary
         for model in models:
             # vLLM rehearses with any of the target's tokens.
             ids = readable(batch.input_ids[:rows], vocabulary, model.vocab_size)
             found = model._run_model(ids, batch.positions[:rows], None, None, None)
-            at = torch.arange(batch.num_reqs * width, device=found.device) % rows
             of_width(model.compute_draft_logits(found[at], 0), vocabulary)
 
 

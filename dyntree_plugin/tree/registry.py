@@ -38,6 +38,9 @@ RULES: dict[str, RuleSpec] = {
     )
 }
 
+DRAWN_RULES = {spec.name: spec.drawn for spec in RULES.values() if spec.drawn is not None}
+"""The rules that reason about draws."""
+
 
 def plan_growth(config: GrowthConfig, shape: TreeShape) -> GrowthPlan:
     """Return the growth for an engine, which needs one only.

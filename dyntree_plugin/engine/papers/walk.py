@@ -17,7 +17,7 @@ from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import Perturb
 from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform
-from dyntree_plugin.tree.papers.rules import DRAWN_RULES
+from dyntree_plugin.tree.registry import DRAWN_RULES
 from dyntree_plugin.tree.token_tree import Accepted
 
 

@@ -53,9 +53,7 @@ def test_the_widest_forward_of_every_draft_is_profiled(
         compose=SimpleNamespace(trees=SimpleNamespace(plan=plan, vocabulary=9)),
         further=[draft("second")],
     )
-    speculator.most_logits_of_a_request = partial(
-        TreeSpeculator.most_logits_of_a_request, speculator
-    )
+    speculator.rows_of_logits = partial(TreeSpeculator.rows_of_logits, speculator)
     ids = torch.zeros(ROWS + 3)
     batch: Any = SimpleNamespace(num_tokens=ROWS, num_reqs=REQUESTS, input_ids=ids, positions=ids)
     TreeSpeculator.rehearse(speculator, batch, (), most_logits=profiled)

@@ -25,9 +25,8 @@ from dyntree_plugin.tree.children import ChildPicker, DraftRows
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.match import match
 from dyntree_plugin.tree.pairs import allowed_rules, default_rule
-from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.plan import TreePlan
-from dyntree_plugin.tree.registry import plan_growth
+from dyntree_plugin.tree.registry import DRAWN_RULES, plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import Accepted
 from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes, temperature_class

@@ -12,8 +12,8 @@ from benchmarks.acceptance.simulate import Counts, simulate
 from benchmarks.acceptance.texts import write
 from benchmarks.acceptance.verifying import Blocks, Replay, Verifier, Walk
 from dyntree_plugin.tree.children import ChildPicker
-from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.perturb import perturb_on
+from dyntree_plugin.tree.registry import DRAWN_RULES
 from dyntree_plugin.tree.value import AcceptanceEstimate
 
 TOKENS = 20

@@ -21,9 +21,9 @@ from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.match import match
 from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform
 from dyntree_plugin.tree.papers.drawn import draw
-from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.perturb import perturb_on
 from dyntree_plugin.tree.plan import TreePlan
+from dyntree_plugin.tree.registry import DRAWN_RULES
 from dyntree_plugin.tree.token_tree import Accepted, Draws
 from dyntree_plugin.tree.value import AcceptanceEstimate
 

@@ -10,9 +10,8 @@ import torch
 from exactness import Grown, Model, distance, emitted_by_draws, grow_every_way, random_model
 
 from dyntree_plugin.tree.growth import GrowthConfig
-from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.pooled import mixture
-from dyntree_plugin.tree.registry import RULES, plan_growth
+from dyntree_plugin.tree.registry import DRAWN_RULES, RULES, plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import Draws
 

@@ -23,8 +23,7 @@ from exactness import (
 
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.pairs import all_pairs
-from dyntree_plugin.tree.papers.rules import DRAWN_RULES
-from dyntree_plugin.tree.registry import plan_growth
+from dyntree_plugin.tree.registry import DRAWN_RULES, plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import Draws, TokenTree
 

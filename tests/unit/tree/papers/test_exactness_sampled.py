@@ -12,8 +12,7 @@ from scipy.stats import chisquare
 from dyntree_plugin.tree.children import drawn_children, sampled_children
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.papers.drawn import DrawnRule, Odds, Walk
-from dyntree_plugin.tree.papers.rules import DRAWN_RULES
-from dyntree_plugin.tree.registry import plan_growth
+from dyntree_plugin.tree.registry import DRAWN_RULES, plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 
 RUNS = 40_000
