@@ -17,6 +17,15 @@ def ran(*words: str, env: Mapping[str, str] | None = None) -> Result:
     return CliRunner().invoke(cli.app, words, env=env, prog_name="dyntree")
 
 
+def refused(result: Result) -> str:
+    """Return the line by which ``dyntree tune`` refuses what a user gave."""
+    assert result.exit_code == 2, (result.output, result.exception)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("dyntree tune: ")]
+    assert len(lines) == 1, result.output
+    assert "Traceback" not in result.output
+    return lines[0]
+
+
 def ran_benchmark(*words: str) -> Result:
     """Return the result of ``python -m benchmarks.serve`` with these words."""
     from benchmarks.serve.__main__ import app

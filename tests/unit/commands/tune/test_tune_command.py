@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_lines import ran
+from command_lines import ran, refused
 from typer.testing import Result
 
 from dyntree_plugin import pair
@@ -53,15 +53,6 @@ def tune(tmp_path: Path, file: Path, begun: list[tuning.Tuning]) -> Tune:
         return ran("tune", *given, *words)
 
     return tuned
-
-
-def refused(result: Result) -> str:
-    """Return the line that the user sees."""
-    assert result.exit_code == 2, result.output
-    lines = [line for line in result.stderr.splitlines() if line.startswith("dyntree tune: ")]
-    assert len(lines) == 1, result.output
-    assert "Traceback" not in result.output
-    return lines[0]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import pytest
 import torch
-from command_lines import ran
+from command_lines import ran, refused
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
@@ -74,14 +74,6 @@ def tune(output: Path, *more: str, draft: str | None = DRAFT) -> Result:
         *("--held-out", "8", "--max-tokens", "8", "--temperature", "1"),
         *([] if draft is None else ["--draft", draft]), *more,
     )  # fmt: skip
-
-
-def refused(result: Result) -> str:
-    """Return the line that the user sees."""
-    assert result.exit_code == 2, (result.output, result.exception)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("dyntree tune: ")]
-    assert len(lines) == 1
-    return lines[0]
 
 
 def content(folder: Path) -> dict[str, bytes]:
