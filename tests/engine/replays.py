@@ -46,10 +46,15 @@ def graph(run: Call) -> tuple[Replay, Tensors]:
         memory.ruin(values)
         return values
 
-    values = once()
+    return rerun(once)
+
+
+def rerun(run: Call) -> tuple[Replay, Tensors]:
+    """Return a graph and its results, but leave the call's own memory as it is."""
+    values = run()
 
     def replay() -> None:
-        for value, new in zip(values, once(), strict=True):
+        for value, new in zip(values, run(), strict=True):
             value.copy_(new)
 
     return replay, values

@@ -16,6 +16,7 @@ import pytest
 import torch
 from interpreted import passes_interpreted
 from noted_kernels import Kernel
+from replays import rerun
 
 from dyntree_kernels.contracts import Walk
 from dyntree_kernels.cpu.learn import learn as compiled_learning
@@ -59,16 +60,6 @@ def by_kernels(*values: Any) -> Any:
     return pytest.param(*values, True, marks=pytest.mark.skipif(not INTERPRETED, reason=reason))
 
 
-def replayed(run: Call) -> tuple[Replay, Tensors]:
-    values = run()
-
-    def replay() -> None:
-        for value, new in zip(values, run(), strict=True):
-            value.copy_(new)
-
-    return replay, values
-
-
 class Engine:
     """Inputs and state of a step's verification. They are the same for equal arguments."""
 
@@ -108,7 +99,7 @@ class Engine:
         ]
         ops: Any = SimpleNamespace(walk=walk, learn=learn, perturb=None, clock=StageClock())
         sampler: Any = SimpleNamespace()
-        self.record: Record = replayed
+        self.record: Record = rerun
         never: Any = None
         self.graphs = CapturedStages(never, lambda: nullcontext(self.record))
         self.verifier = TreeVerifier(
@@ -230,7 +221,7 @@ def test_learning_waits_for_drafting_and_comes_before_growth(captured: bool) -> 
     """The output leaves for the host between verification and drafting."""
     engine, at_once = Engine(5), Engine(5)
     if captured:
-        engine.capture(replayed)
+        engine.capture(rerun)
     grown_with: list[torch.Tensor] = []
 
     def run(*_: Any) -> Any:
@@ -273,7 +264,7 @@ def test_learning_waits_for_drafting_and_comes_before_growth(captured: bool) -> 
 def test_a_padded_batch_does_what_the_eager_one_does(requests: int, kernels: bool) -> None:
     on_cpu = Engine(requests)
     eager, captured = Engine(requests, kernels), Engine(requests, kernels)
-    captured.capture(replayed)
+    captured.capture(rerun)
     for _ in range(2):
         expected, found = on_cpu.verify(), eager.verify()
         assert same(found, expected, kernels)
@@ -301,7 +292,7 @@ def test_drafting_reads_what_verification_wrote() -> None:
     catch_up = SimpleNamespace(states=states)
     drafting: Any = SimpleNamespace(packed=requests, emitted=emitted, catch_up=catch_up)
     captured.graphs._drafting = drafting
-    captured.capture(replayed)
+    captured.capture(rerun)
     found = captured.verify()
     assert same(found, eager.verify())
     assert torch.equal(requests.buffer[:3], captured.packed)
@@ -318,7 +309,7 @@ def test_results_lie_in_memory_that_no_other_graph_can_be_given() -> None:
     results: list[torch.Tensor] = []
 
     def noted(run: Call) -> tuple[Replay, Tensors]:
-        replay, values = replayed(run)
+        replay, values = rerun(run)
         results.extend(values)
         return replay, values
 
@@ -335,7 +326,7 @@ def test_padding_that_is_taken_for_a_request_is_seen(
 ) -> None:
     monkeypatch.setattr(capturing, "PADDING", 0)
     eager, captured = Engine(3, kernels), Engine(3, kernels)
-    captured.capture(replayed)
+    captured.capture(rerun)
     # The first step forgets nothing, because the estimate begins at its prior.
     for engine in (eager, captured):
         engine.verify()
@@ -347,7 +338,7 @@ def test_what_the_capture_ran_leaves_nothing_behind(kernels: bool) -> None:
     engine = Engine(5, kernels)
     cache, weights = engine.cache.clone(), engine.estimate.weights.clone()
     information = engine.estimate.information.clone()
-    engine.capture(replayed)
+    engine.capture(rerun)
     assert torch.equal(engine.cache, cache)
     assert torch.equal(engine.estimate.weights, weights)
     assert torch.equal(engine.estimate.information, information)
@@ -356,7 +347,7 @@ def test_what_the_capture_ran_leaves_nothing_behind(kernels: bool) -> None:
 @pytest.mark.parametrize("kernels", [False, by_kernels()])
 def test_drafts_that_a_grammar_forbids_are_verified_eagerly(kernels: bool) -> None:
     eager, captured = Engine(2), Engine(2, kernels)
-    captured.capture(replayed)
+    captured.capture(rerun)
     invalid = torch.zeros(14, dtype=torch.bool)
     invalid[1:3] = True
     forbidden = captured.verify(invalid)

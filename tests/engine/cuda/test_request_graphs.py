@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from replays import rerun
 
 from dyntree_plugin.engine.cuda.graph_memory import GraphMemory
 from dyntree_plugin.engine.cuda.graphs import Input, Replay, RequestGraphs, Tensors, request_sizes
@@ -54,17 +55,6 @@ def test_the_memory_of_all_graphs_is_estimated_from_two_of_each_stage(
     assert few.free() - memory.left_out == every.free()
 
 
-def recorder(run: Callable[[], Tensors]) -> tuple[Replay, Tensors]:
-    """Return a graph without a device: a replay runs the call again, on the same addresses."""
-    values = run()
-
-    def replay() -> None:
-        for value, new in zip(values, run(), strict=True):
-            value.copy_(new)
-
-    return replay, values
-
-
 def weighted(index: torch.Tensor, rows: torch.Tensor) -> Tensors:
     return (torch.where(index < 0, -1.0, index + rows.sum(dim=1)), index * 2)
 
@@ -72,7 +62,7 @@ def weighted(index: torch.Tensor, rows: torch.Tensor) -> Tensors:
 def captured(sizes: tuple[int, ...] = (1, 2, 4, MOST)) -> RequestGraphs:
     index = Input(torch.zeros(MOST, dtype=torch.int64), padding=-1)
     graphs = RequestGraphs(weighted, [index, Input(torch.zeros(MOST, 3))], sizes)
-    graphs.capture(recorder)
+    graphs.capture(rerun)
     return graphs
 
 
@@ -103,7 +93,7 @@ def test_two_functions_of_one_input_find_its_padding() -> None:
     index = Input(torch.zeros(MOST, dtype=torch.int64), padding=-1)
     both = [RequestGraphs(lambda each: (each + 0,), [index], (MOST,)) for _ in range(2)]
     for graphs in both:
-        graphs.capture(recorder)
+        graphs.capture(rerun)
     for graphs, requests in zip([*both, both[0]], (3, 6, 2), strict=True):
         graphs(torch.arange(requests))
         values = graphs._captured[MOST][1][0]
@@ -148,12 +138,12 @@ def test_what_was_written_in_place_is_padded_but_not_copied(
 ) -> None:
     index = Input(torch.zeros(MOST, dtype=torch.int64), padding=-1)
     graphs = RequestGraphs(lambda each: (each + 0,), [index], (MOST,))
-    graphs.capture(recorder)
+    graphs.capture(rerun)
     index.buffer[:3] = torch.tensor([4, 5, 6])
     copies = noting(monkeypatch)
     graphs(index.buffer[:3])
     assert index.buffer.tolist() == [4, 5, 6, *[-1] * (MOST - 3)]
-    assert copies == [MOST]  # the recorder's own, of the value
+    assert copies == [MOST]  # a replay's own, of the value
 
 
 def test_inputs_and_values_stay_where_they_are() -> None:
