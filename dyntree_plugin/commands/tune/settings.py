@@ -54,28 +54,18 @@ class Folder:
 
     def __init__(self, output: Path) -> None:
         self.output = output
-        self.work = output / "tune"
-
-    @property
-    def settings(self) -> Path:
-        return self.work / "settings.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.work / "lock"
-
-    @property
-    def report(self) -> Path:
-        return self.work / "report.json"
-
-    @property
-    def curve(self) -> Path:
-        return self.work / "curve.png"
-
-    @property
-    def of_target(self) -> Path:
+        self.work = work = output / "tune"
+        self.settings = work / "settings.json"
+        self.lock = work / "lock"
+        self.report = work / "report.json"
+        self.curve = work / "curve.png"
+        self.checkpoint = work / "checkpoint.pt"
+        self.losses = work / "losses.json"
+        """The losses by step."""
+        self.of_target = work / "of-target.safetensors"
         """The target's weights that a head needs."""
-        return self.work / "of-target.safetensors"
+        self.fitted = work / "fitted"
+        """The folder of the fitted model, until the check has passed."""
 
     def written(self, part: int) -> Path:
         """The texts of a part of the prompts."""
@@ -84,20 +74,6 @@ class Folder:
     def shard(self, part: int) -> Path:
         """The target's distributions for a part's texts."""
         return self.work / "taught" / f"{part:05}.safetensors"
-
-    @property
-    def fitted(self) -> Path:
-        """The folder of the fitted model, until the check has passed."""
-        return self.work / "fitted"
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.work / "checkpoint.pt"
-
-    @property
-    def losses(self) -> Path:
-        """The losses by step."""
-        return self.work / "losses.json"
 
     @contextmanager
     def held(self) -> Iterator[None]:
