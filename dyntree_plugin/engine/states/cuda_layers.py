@@ -115,7 +115,8 @@ class OnCUDA(WithStates):
     @property
     def convolution(self) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
         """Weights [C, W], bias [C], and whether a SiLU follows."""
-        raise NotImplementedError
+        conv = self.of_vllm.conv1d
+        return conv.weight.squeeze(1), conv.bias, self.of_vllm.activation == "silu"
 
     def outputs(self, mixed: torch.Tensor) -> torch.Tensor:
         """Return the part of what was convolved that has the shape of the recurrence's outputs."""
@@ -178,11 +179,6 @@ class TreeMambaMixer2(OnCUDA, Mamba2Rows, MambaMixer2):
     def sizes(self) -> tuple[int, int]:
         return self.tped_conv_size, self.tped_dt_size
 
-    @property
-    def convolution(self) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-        conv: Any = self.conv1d
-        return conv.weight.squeeze(1), conv.bias, self.activation == "silu"
-
     def outputs(self, mixed: torch.Tensor) -> torch.Tensor:
         x, _, _ = self.split(mixed)
         return x
@@ -223,11 +219,6 @@ class TreeGatedDeltaNet(OnCUDA, DeltaNetRows, QwenGatedDeltaNetAttention):
     @property
     def sizes(self) -> tuple[int, int]:
         return self.conv_dim // self.tp_size, 2 * self.num_v_heads // self.tp_size
-
-    @property
-    def convolution(self) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-        conv: Any = self.conv1d
-        return conv.weight.squeeze(1), conv.bias, self.activation == "silu"
 
     def outputs(self, mixed: torch.Tensor) -> torch.Tensor:
         _, _, v = self.split(mixed)

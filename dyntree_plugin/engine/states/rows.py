@@ -49,6 +49,11 @@ class WithStates:
         return backend
 
     @property
+    def of_vllm(self) -> Any:
+        """The layer, with what vLLM's class has."""
+        return self
+
+    @property
     def history(self) -> torch.Tensor:
         """The convolution's last inputs, [slots, width - 1, channels]."""
         history: torch.Tensor = self.kv_cache[0]
@@ -112,10 +117,6 @@ class Mamba2Rows(WithStates):
             with self.without(drafted):
                 stock.conv_ssm_forward(projected_states[rows:], output[rows:])
 
-    @property
-    def of_vllm(self) -> Any:
-        return self
-
     def split(self, mixed: torch.Tensor) -> Iterator[torch.Tensor]:
         """Split what was convolved into x [T, H, P], B [T, G, N] and C."""
         layer = self.of_vllm
@@ -154,10 +155,6 @@ class ShortConvRows(WithStates):
                 stock(hidden_states[rows:], output[rows:])
         return None
 
-    @property
-    def of_vllm(self) -> Any:
-        return self
-
 
 class DeltaNetRows(WithStates):
     """Precedes vLLM's ``QwenGatedDeltaNetAttention``: Gated DeltaNet (arXiv 2412.06464) as in
@@ -191,7 +188,7 @@ class DeltaNetRows(WithStates):
 
     def split(self, mixed: torch.Tensor) -> Iterator[torch.Tensor]:
         """Split what was convolved into queries and keys [T, H, K] and values [T, HV, V]."""
-        layer: Any = self
+        layer = self.of_vllm
         keys, values = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
         sizes = layer.head_k_dim, layer.head_k_dim, layer.head_v_dim
         split: Any = mixed.split
