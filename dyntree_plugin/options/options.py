@@ -63,8 +63,8 @@ class DynTreeOptions(BaseModel):
     budget: Budget | None = Field(
         default=None,
         description="adaptive chooses for each step the number of nodes to verify and of draft "
-        "forwards that should make the most tokens per second. It measures at start-up what rows "
-        "cost, in 4 to 8 s, and corrects that while serving. fixed verifies every tree whole.",
+        "forwards that should make the most tokens per second, by costs that are measured at "
+        "start-up and corrected while serving. fixed verifies every tree whole.",
         json_schema_extra={
             "derived": "adaptive with growth topk and rule match; else only fixed is allowed"
         },
@@ -84,8 +84,8 @@ class DynTreeOptions(BaseModel):
         default=None,
         ge=1,
         le=MOST_DEPTH,
-        description="Most draft forwards of a step, the catch-up included. A forward adds a level "
-        "to the draft's candidates; those of look-up need none. At most max_depth.",
+        description="Most draft forwards of a step, the catch-up included. Each adds a level to "
+        "the draft's candidates; those of look-up need none. At most max_depth.",
         json_schema_extra={
             "derived": f"node_budget, at most {MOST_FORWARDS}, with an adaptive budget, or "
             f"with exactness distribution and up to {DRAWN_DEEP} nodes; else 2 log2(node_budget), "
@@ -94,9 +94,9 @@ class DynTreeOptions(BaseModel):
     )
     lookup: Switch | None = Field(
         default=None,
-        description="For growth topk: also propose what followed earlier occurrences of the text's "
-        "last tokens in the request, without a draft forward. With method ngram or ngram_gpu all "
-        "candidates come from there.",
+        description="For growth topk: also propose what followed the request's last tokens earlier "
+        "in its text, without a draft forward. With method ngram or ngram_gpu all candidates come "
+        "from there.",
         json_schema_extra={"derived": "on with growth topk; else only off is allowed"},
     )
     width: int | None = Field(
@@ -132,9 +132,8 @@ class DynTreeOptions(BaseModel):
         description="What output at a temperature above 0 has in common with that without "
         "speculation: its tokens, or its distribution alone. distribution is for growth topk: such "
         f"a request gets a chain that is drawn from the draft, or, with {LEAST_DRAWN_TREE} or more "
-        "nodes, a drawn tree. At temperature 1 both emitted more tokens per step than trees of the "
-        "same size. Of each distribution of the draft the best tokens count: 1,024 on a CPU, 64 on "
-        "CUDA.",
+        "nodes, a drawn tree. Of each distribution of the draft the best tokens count: 1,024 on a "
+        "CPU, 64 on CUDA.",
         json_schema_extra={"derived": f"tokens, or with {DRAWN} distribution where it is served"},
     )
     min_value: float | None = Field(
@@ -169,8 +168,8 @@ class DynTreeOptions(BaseModel):
         default=None,
         description="How trees are verified. All rules but match give only the distribution of "
         "decoding without speculation, and store the draft's distributions (node_budget + 1 times "
-        "the vocabulary, in fp32, per request slot). A rule that is biased with the growth is "
-        "refused.",
+        "the vocabulary, in fp32, for each of max_num_seqs). A rule that is biased with the growth "
+        "is refused.",
         json_schema_extra={"derived": "follows from the sampling"},
     )
     threshold: float | None = Field(
