@@ -69,6 +69,10 @@ def serve(
 
     Every engine serves every load in every round, so that drift affects all of them alike. Without
     --target and --draft, the command uses the pair of tiny models that comes with dyntree.
+
+    By default there are 204 runs of 8 prompts with 128 tokens: in each of 3 rounds, with 2 batch
+    sizes, 12 engines at temperature 0 and 22 at 1. On a GPU, which holds one engine at a time,
+    engines start 64 times. `--rounds 1 --chain 5 --dyntree '{}'` leaves 12 runs of 3 engines.
     """
     extras = context.obj if isinstance(context.obj, Extras) else Extras()
     console = Console(highlight=False)

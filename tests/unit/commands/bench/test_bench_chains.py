@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dyntree_plugin.commands.bench import chains, plan
+from dyntree_plugin.commands.bench import arguments, chains, command, plan
 from dyntree_plugin.commands.bench.chains import KINDS, chosen, kind_of, serves
 from dyntree_plugin.commands.bench.measure import measure
 from dyntree_plugin.commands.bench.plan import Models
@@ -117,3 +119,36 @@ def test_the_runs_of_a_contest_are_those_that_are_served() -> None:
     engines = plan.engines(MODELS, cells, 9, chains=lengths, trees=contest.trees, look_ups=(4,))
     served = [(e, c) for e in engines for c in cells if serves(e, c.temperature)]
     assert settings.runs(contest.engines) == 3 * len(served)
+
+
+def test_the_help_and_the_page_count_the_runs_and_starts_of_the_defaults() -> None:
+    """The starts are those on a GPU, which holds one engine."""
+    given = {
+        name: each.default for name, each in inspect.signature(command.serve).parameters.items()
+    }
+    lengths, _ = ask(0.0, 1.0)
+    contest = Contest(MODELS, lengths, plan.named_trees(arguments.TREES, arguments.NODES))
+    settings = Settings(
+        ["code"], [0.0, 1.0], [1, 4], given["count"], given["max_tokens"], given["rounds"]
+    )
+    loads = settings.loads({"code": [Request([1])] * given["count"]})
+    engines = plan.engines(MODELS, list(loads), 9, chains=lengths, trees=contest.trees)
+    started: list[str] = []
+
+    @contextmanager
+    def opened(engine: Engine, warm_up: list[Load]) -> Iterator[Any]:
+        if started[-1:] != [engine.name]:
+            started.append(engine.name)
+        yield Server([], engine.name)
+
+    for _ in measure(engines, loads, settings.rounds, opened, serves=serves):
+        pass
+    runs, cold, warm = settings.runs(contest.engines), contest.engines(0), contest.engines(1)
+    shown = " ".join((inspect.getdoc(command.serve) or "").split())
+    assert f"{runs} runs of {given['count']} prompts with {given['max_tokens']} tokens" in shown
+    assert f"{cold} engines at temperature 0 and {warm} at 1" in shown
+    assert f"engines start {len(started)} times" in shown
+    page = " ".join((Path(__file__).parents[4] / "docs" / "options.md").read_text().split())
+    assert f"({cold} + {warm}) = {runs} runs" in page
+    assert f"{len(engines)} times if all fit" in page
+    assert f"{len(started)} times on a GPU" in page
