@@ -113,7 +113,7 @@ _STATE_BLOCK_REFUSALS = (
         "draft's layer_types (causal)",
         _causal,
         lambda kinds: len(kinds) > 1,
-        "trees of block drafts with layers of both kinds are not built yet; use another draft",
+        "block drafts with layers of both kinds are not served; use another draft",
     ),
 )
 """Checks of a ``SpeculativeConfig`` with a draft that reads the target's states as its cache."""
@@ -124,9 +124,8 @@ _MASKS_REFUSALS = (
         "parallel_drafting, draft's mask token and vocabulary",
         _mask,
         lambda found: found[0] is None or not 0 <= found[0] < found[1],
-        "a draft that was trained for parallel drafting names a token of its own in its "
-        f"config.json, as one of {', '.join(_MASK_TOKENS)}; use such a draft, or leave "
-        "parallel_drafting out",
+        "a draft that was trained for parallel drafting names its mask token in config.json, as "
+        f"one of {', '.join(_MASK_TOKENS)}; use such a draft, or leave parallel_drafting out",
     ),
 )
 

@@ -75,7 +75,7 @@ SPECULATION_REFUSALS = (
         "num_speculative_tokens_per_batch_size",
         lambda s: s.num_speculative_tokens_per_batch_size,
         lambda schedule: schedule is not None,
-        "the tree has one size; leave it out and set dyntree.node_budget",
+        "dyntree.budget fits the trees to the load; leave it out",
     ),
     Refusal(
         "enable_adaptive_verification",
@@ -132,13 +132,13 @@ def ranks_of_experts(parallel: Any) -> int:
     return ranks if ranks > 1 and parallel.is_moe_model is not False else 0
 
 
-def _stages_over_rays_first(config: Any) -> tuple[str, int] | None:
-    """Return the value of the variable and the stages, if vLLM's first executor for Ray has any."""
+def _stages_over_older_ray(config: Any) -> tuple[str, int] | None:
+    """Return the value of the variable and the stages, if vLLM's older executor for Ray has any."""
     parallel = config.parallel_config
     value = os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1")
-    first = value.lower() in ("0", "false")
+    older = value.lower() in ("0", "false")
     stages = parallel.pipeline_parallel_size
-    chosen = first and parallel.distributed_executor_backend == "ray" and stages > 1
+    chosen = older and parallel.distributed_executor_backend == "ray" and stages > 1
     return (value, stages) if chosen else None
 
 
@@ -158,10 +158,10 @@ ENGINE_REFUSALS = (
     ),
     Refusal(
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND, pipeline_parallel_size",
-        _stages_over_rays_first,
+        _stages_over_older_ray,
         lambda found: found is not None,
-        "vLLM's first executor for Ray runs the stages of a pipeline in a way of its own, which "
-        "trees were not made for; unset it",
+        "vLLM's older executor for Ray runs the stages of a pipeline otherwise, and trees were not "
+        "run on it; unset it",
     ),
     Refusal(
         "decode_context_parallel_size",
@@ -281,7 +281,7 @@ MODEL_REFUSALS = (
         "has_inner_state",
         lambda m: m.has_inner_state and not m.is_hybrid,
         bool,
-        "trees of a model without attention layers are not built yet; use another model",
+        "models without attention layers are not served; use another model",
     ),
     Refusal(
         "use_mla",
@@ -294,7 +294,7 @@ MODEL_REFUSALS = (
         "is_mm_prefix_lm",
         lambda m: m.is_mm_prefix_lm,
         bool,
-        "trees behind tokens of an image that see each other both ways were not compared; for text "
+        "trees after tokens of an image that see each other both ways were not compared; for text "
         "alone use --language-model-only",
     ),
     Refusal(
@@ -308,7 +308,7 @@ MODEL_REFUSALS = (
         "uses_mrope",
         lambda m: m.uses_mrope,
         bool,
-        "trees with positions of several components are not built yet; use another model",
+        "positions of several components (M-RoPE) are not served; use another model",
         "mrope",
     ),
     Refusal(

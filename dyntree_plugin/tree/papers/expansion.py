@@ -38,7 +38,7 @@ def plan(shape: TreeShape, sampling: Sampling, expansion: tuple[int, ...] | None
     if drafts > 1 and sampling != "best":
         raise ValueError(
             f"sampling={sampling} is for one draft: with drafts, growth=expansion merges finished "
-            "trees, and a rule needs the law of every draw. Use sampling=best"
+            "trees, and a rule needs the distribution of every draw. Use sampling=best"
         )
     nodes = sum(accumulate(k, mul))
     if drafts * nodes > shape.node_budget:

@@ -19,7 +19,7 @@ def merged(tree: TokenTree, levels: int) -> TokenTree:
         ValueError: if the tree has draws, which say nothing of merged nodes.
     """
     if tree.draws is not None:
-        raise ValueError("drawn trees cannot be merged: rules need the law of each draw")
+        raise ValueError("drawn trees cannot be merged: rules need the distribution of each draw")
     nodes = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
     exists = nodes < tree.counts[:, None]
     same_token = (tree.tokens[:, :, None] == tree.tokens[:, None]) & exists[:, None]

@@ -122,7 +122,7 @@ class StaticGrowth:
             ValueError: if several drafts are to draw their children.
         """
         if drafts > 1 and sampling != "best":
-            raise ValueError("merged trees have no law that their children were drawn from")
+            raise ValueError("children of merged trees have no common distribution")
         self.sampling = sampling
         self.children = tree.most_children
         self.widths = tuple(drafts * width for width in tree.widths)
