@@ -164,13 +164,11 @@ def _by_requests(*files: str) -> str:
 
 STEP = (
     ("engine/stage.py", "place"),
-    ("engine/runner.py", "verify"),
     ("engine/step/verify.py", "verify"),
-    ("engine/speculator.py", "propose"),
     ("engine/step/draft.py", "draft"),
     ("tree/drafting.py", "grow"),
 )
-"""The functions of a step, in the order in which it runs them."""
+"""The functions of a step that do its work, in the order in which it runs them."""
 
 
 def _step() -> str:

@@ -149,6 +149,7 @@ def test_the_help_and_the_page_count_the_runs_and_starts_of_the_defaults() -> No
     assert f"{cold} engines at temperature 0 and {warm} at 1" in shown
     assert f"engines start {len(started)} times" in shown
     page = " ".join((Path(__file__).parents[4] / "docs" / "options.md").read_text().split())
-    assert f"({cold} + {warm}) = {runs} runs" in page
+    assert f"({cold} at temperature 0 + {warm} at 1, where drafts can also be drawn)" in page
+    assert f"= {runs} runs of {given['count']} prompts" in page
     assert f"{len(engines)} times if all fit" in page
     assert f"{len(started)} times on a GPU" in page
