@@ -24,7 +24,7 @@ def serve_on_flashinfer(
     What vLLM's kernels ran stands among the replays.
     """
     asked = {CAPABILITY: "{}.{}".format(*capability), "VLLM_KV_CACHE_LAYOUT": layout}
-    found = answered(__file__, engine, runs, threads=1, fresh=True, TRITON_INTERPRET="1", **asked)
+    found = answered(__file__, engine, runs, threads=1, TRITON_INTERPRET="1", **asked)
     return {
         name: Emulated(result_of(one["result"]), one["replays"], one["launches"])
         for name, one in found.items()

@@ -255,5 +255,5 @@ def _chunks(bounds: np.ndarray, limit: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _part(whole: torch.Tensor, span: slice) -> torch.Tensor:
-    """Return a part of a tensor. To slice seven takes the host 10 µs, and most parts are all."""
+    """Return a part of a tensor. A slice takes the host a microsecond, and most parts are all."""
     return whole if len(whole) == span.stop - span.start else whole[span]
