@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 
-def quicken(*, check_overflow: bool = True) -> None:
+def quicken() -> None:
     """Let the interpreter patch Triton's language once, which it does at every launch and at every
-    call of a function within a kernel; look up a type once; and reduce by halves, not one by one.
-    """
+    call of a function within a kernel; keep types; reduce by halves, not one by one; and leave out
+    sums whose overflow it computes and, with ``options.debug`` off, asserts nowhere."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -20,17 +20,52 @@ def quicken(*, check_overflow: bool = True) -> None:
         module._patch_lang(SimpleNamespace(__globals__={"lang": each}))
     patched = SimpleNamespace(restore=lambda: None)
     module._patch_lang = lambda fn: patched
-    of_numpy, stock = dict[str, Any](), module._get_np_dtype
-
-    def of(dtype: Any) -> Any:
-        if dtype.name not in of_numpy:
-            of_numpy[dtype.name] = stock(dtype)
-        return of_numpy[dtype.name]
-
-    module._get_np_dtype = of
     module.ReduceOps.generic_reduce = _by_halves
     options = module.interpreter_builder.options
-    object.__setattr__(options, "sanitize_overflow", check_overflow)
+    if options.debug:
+        raise RuntimeError("the interpreter asserts what is left out here")
+    object.__setattr__(options, "sanitize_overflow", False)
+    _keep_types(tl, module)
+
+
+def _keep_types(tl: Any, interpreter: Any) -> None:
+    """Make each type once, with what its tensors have of it, and compare shapes as lists."""
+    of_numpy, blocks = dict[str, Any](), dict[Any, Any]()
+    stock_of, semantic = interpreter._get_np_dtype, interpreter.TritonSemantic
+    stock_block, stock_tensor = tl.block_type.__init__, tl.tensor.__init__
+    stock_broadcast, equal = semantic.broadcast_impl_value, tl.dtype.__eq__
+
+    def numpys(dtype: Any) -> Any:
+        if dtype.name not in of_numpy:
+            of_numpy[dtype.name] = stock_of(dtype)
+        return of_numpy[dtype.name]
+
+    def block(cls: Any, element_ty: Any, shape: Any) -> Any:
+        sizes = tuple(each.value if isinstance(each, tl.constexpr) else each for each in shape)
+        key = str(element_ty), getattr(element_ty, "address_space", None), sizes
+        return blocks.setdefault(key, object.__new__(cls))
+
+    def begin_block(self: Any, *given: Any) -> None:
+        if not vars(self):
+            stock_block(self, *given)
+
+    def begin_tensor(self: Any, handle: Any, type: Any) -> None:
+        if "of_tensors" not in vars(type):
+            stock_tensor(self, handle, type)
+            type.of_tensors = self.shape, self.numel
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.of_tensors
+
+    def broadcast(self: Any, *pair: Any) -> Any:
+        first, second = (each.type.shape.values if each.type.is_block() else None for each in pair)
+        return pair if first == second else stock_broadcast(self, *pair)
+
+    interpreter._get_np_dtype = numpys
+    tl.block_type.__new__, tl.block_type.__init__ = block, begin_block
+    tl.tensor.__init__ = begin_tensor
+    tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    semantic.broadcast_impl_value = broadcast
 
 
 def _by_halves(self: Any, given: Any) -> list[Any]:

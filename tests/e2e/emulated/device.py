@@ -170,7 +170,7 @@ def emulate() -> None:
     platform.get_valid_backends = classmethod(lambda cls, capability, wanted: ([], {}))
     # Attention layers then launch within the capture instead of through an operation.
     platform.opaque_attention_op = classmethod(lambda cls: False)
-    quicken(check_overflow=False)
+    quicken()
     _take_nan()
     _record_launches()
 
