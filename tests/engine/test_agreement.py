@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from dyntree_plugin.engine import agreement
@@ -26,52 +25,52 @@ def test_every_difference_is_named_with_its_ranks() -> None:
     ]
 
 
-def _rank(rank: int, widths: list[int | None], folder: str, found: Any) -> None:
-    """Be a rank of two, with trees of a width or without any."""
-    store = f"file://{folder}/store"
-    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2)
-    ranks = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD)
-    with (
-        mock.patch.object(agreement, "get_world_group", return_value=ranks),
-        mock.patch.object(agreement, "trees_of", lambda config: {"width": config}),
-        # A busy machine may start the ranks seconds apart.
-        mock.patch.object(agreement, "WAIT", timedelta(seconds=3 if None in widths else 100)),
-    ):
-        error = None
-        if widths[rank] is None:
-            found.get()  # It waits for the other rank's error, as a rank without trees goes on.
-        else:
-            try:
-                check_ranks(widths[rank])  # type: ignore[arg-type]
-            except (ValueError, RuntimeError) as raised:  # the test waits for what is put
-                error = str(raised)
-        found.put((rank, error))
+CASES: list[tuple[list[int | None], str | None]] = [
+    ([4, 4], None),
+    ([4, 8], "differ in width (rank 0: 4, rank 1: 8)"),
+    ([4, None], "a rank of this engine ended or has no trees"),
+]
+"""Widths of two ranks, None for a rank without trees, and what they are told."""
 
 
-@pytest.mark.parametrize(
-    ("widths", "reason"),
-    [
-        ([4, 4], None),
-        ([4, 8], "differ in width (rank 0: 4, rank 1: 8)"),
-        ([4, None], "a rank of this engine ended or has no trees"),
-    ],
-)
-def test_ranks_compare_their_trees(
-    widths: list[int | None], reason: str | None, tmp_path: Path
-) -> None:
+def _rank(rank: int, folder: str, told: Any, failed: Any) -> None:
+    """Be a rank of two, and tell the error of every case."""
+    for number, (widths, _) in enumerate(CASES):
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        store = f"file://{folder}/{number}"
+        torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2)
+        ranks = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD)
+        with (
+            mock.patch.object(agreement, "get_world_group", return_value=ranks),
+            mock.patch.object(agreement, "trees_of", lambda config: {"width": config}),
+            # A busy machine may start the ranks seconds apart.
+            mock.patch.object(agreement, "WAIT", timedelta(seconds=3 if None in widths else 100)),
+        ):
+            error = None
+            if widths[rank] is None:
+                failed.wait()  # as a rank without trees goes on
+            else:
+                try:
+                    check_ranks(widths[rank])  # type: ignore[arg-type]
+                except (ValueError, RuntimeError) as raised:  # the test waits for what is put
+                    error = str(raised)
+        told.put(error)
+    failed.set()
+
+
+def test_ranks_compare_their_trees(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    queues = [context.SimpleQueue() for _ in widths]
+    told, failed = [context.SimpleQueue() for _ in range(2)], context.Event()
     processes = [
-        context.Process(target=_rank, args=(rank, widths, str(tmp_path), queues[rank]))
+        context.Process(target=_rank, args=(rank, str(tmp_path), told[rank], failed))
         for rank in range(2)
     ]
     for process in processes:
         process.start()
-    with_trees = [rank for rank, width in enumerate(widths) if width is not None]
-    errors = [queues[rank].get()[1] for rank in with_trees]
-    for rank in {*range(2)} - {*with_trees}:
-        queues[rank].put(None)
+    for widths, reason in CASES:
+        for width, of_rank in zip(widths, told, strict=True):
+            error = of_rank.get()
+            assert error is None if reason is None or width is None else reason in error
     for process in processes:
         process.join(60)
-    for error in errors:
-        assert error is None if reason is None else reason in error

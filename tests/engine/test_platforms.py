@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,45 +30,43 @@ def modules(folder: str) -> list[str]:
     return sorted(name.removesuffix(".__init__") for name in found)
 
 
-def run(code: str) -> str:
-    """Run ``code`` in a process of its own, and return the last line that it prints."""
+def loaded_with(
+    modules: list[str], worker: tuple[str, str], before: Sequence[str] = ()
+) -> list[list[str]]:
+    """Return what is loaded after the modules ``before``, and after the others, in one process; the
+    ``worker`` must go before vLLM's."""
+    code = "import importlib, json, sys\n"
+    for name, part in (("first", before), ("then", modules)):
+        code += f"for m in {part!r}: importlib.import_module(m)\n{name} = [*sys.modules]\n"
+    code += "from vllm.utils.import_utils import resolve_obj_by_qualname as found\n"
+    code += f"if not issubclass(*map(found, {worker!r})): sys.exit('no worker of vLLM')\n"
+    code += "print(json.dumps([first, then]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()[-1]
-
-
-def loaded_with(modules: list[str], worker: tuple[str, str] | None = None) -> list[str]:
-    """Return what is loaded after these modules; a ``worker`` must go before vLLM's."""
-    code = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\n"
-    if worker is not None:
-        code += "from vllm.utils.import_utils import resolve_obj_by_qualname as found\n"
-        code += f"if not issubclass(*map(found, {worker!r})): sys.exit('no worker of vLLM')\n"
-    return run(code + "print(*sys.modules)").split()
+    read: list[list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return read
 
 
 def among(strangers: tuple[str, ...], loaded: list[str]) -> list[str]:
     return [name for name in loaded if name.startswith(strangers)]
 
 
-def test_the_cpu_goes_before_vllms_worker_and_loads_nothing_of_cuda() -> None:
-    # The runner loads only after install() has prepared vLLM for it.
+def test_the_cpu_goes_before_vllms_worker_and_what_is_shared_loads_nothing_of_either() -> None:
+    # On a CPU, vLLM's own patches must come before its runner class loads.
+    shared = ["vllm.v1.worker.cpu.shm", "dyntree_plugin.engine.runner"]
+    shared += ["dyntree_plugin.engine.worker", "dyntree_plugin.engine.attention.served"]
     own = ["vllm_cpu_runner.install", "dyntree_plugin.engine.cpu.worker"]
     own += ["dyntree_plugin.engine.attention.cpu"]
-    loaded = loaded_with(own, (WORKERS["cpu"], "vllm.v1.worker.cpu_worker.CPUWorker"))
-    assert among(OF_CUDA, loaded) == []
-    assert among(OF_CPU, loaded) != []
+    worker = WORKERS["cpu"], "vllm.v1.worker.cpu_worker.CPUWorker"
+    of_both, of_cpu = loaded_with(own, worker, shared)
+    assert among((*OF_CUDA, *OF_CPU[1:]), of_both) == []
+    assert among(OF_CUDA, of_cpu) == []
+    assert among(OF_CPU[1:], of_cpu) != []
 
 
 def test_cuda_goes_before_vllms_worker_and_loads_nothing_of_the_cpu() -> None:
     pytest.importorskip("triton")
     own = [*modules("cuda"), "dyntree_plugin.engine.attention.cuda"]
     assert len(own) > 4
-    loaded = loaded_with(own, (WORKERS["cuda"], "vllm.v1.worker.gpu_worker.Worker"))
+    *_, loaded = loaded_with(own, (WORKERS["cuda"], "vllm.v1.worker.gpu_worker.Worker"))
     assert among(OF_CPU, loaded) == []
     assert among(OF_CUDA, loaded) != []
-
-
-def test_what_platforms_share_loads_neither() -> None:
-    # On a CPU, vLLM's own patches must come before its runner class loads.
-    own = ["vllm.v1.worker.cpu.shm", "dyntree_plugin.engine.runner", "dyntree_plugin.engine.worker"]
-    own += ["dyntree_plugin.engine.attention.served"]
-    assert among((*OF_CUDA, *OF_CPU[1:]), loaded_with(own)) == []
