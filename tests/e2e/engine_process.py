@@ -23,7 +23,7 @@ from typing import Any
 import adapters
 import forked
 import images
-from steady_costs import STEADY_COSTS, assumed_if
+from steady_costs import STEADY_COSTS, assumed_if, measure_once_if_fixed
 from torch import cuda
 
 START_AND_WORK_SECONDS = 1100
@@ -199,16 +199,17 @@ class Engine:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
+        from vllm.distributed.device_communicators import shm_broadcast
         from vllm.utils.import_utils import resolve_obj_by_qualname
         from vllm.v1.executor import multiproc_executor
 
         # vLLM collects garbage ten times while an engine starts: 6 of 9.5 seconds.
         gc.freeze()
-        # For a CPU vLLM starts each worker as a new process, which imports everything once more. An
-        # emulated engine has numba's threads already, and cannot be copied.
-        executor_module: Any = multiproc_executor
-        if not {"TRITON_INTERPRET", AS_FOR_USERS} & {*os.environ} and not cuda.is_available():
-            executor_module.get_mp_context = partial(multiprocessing.get_context, "fork")
+        copy_processes(multiproc_executor)
+        measure_once_if_fixed(arguments)
+        # For a second after a message, readers of the next one spin in place of those that compute.
+        queues: Any = shm_broadcast
+        queues.SpinCondition = partial(queues.SpinCondition, busy_loop_s=0)
         if "." in (executor := arguments.get(EXECUTOR, "")):  # vLLM asks it about pipelines
             arguments = arguments | {EXECUTOR: resolve_obj_by_qualname(executor)}
         self.llm = LLM(**DEFAULTS | arguments)
@@ -318,6 +319,13 @@ class Engine:
         tokens = {0: output.prompt + output.tokens[0]}
         ((_, found),) = self._batch(read, [0], tokens, [])
         return replace(output, replayed=found.prompt_logprobs[len(output.prompt) - 1 :])
+
+
+def copy_processes(module: Any) -> None:
+    """Let a module of vLLM start processes as copies of this one. For a CPU it starts new ones,
+    which import everything once more. An emulated engine has numba's threads: it is not copied."""
+    if not {"TRITON_INTERPRET", AS_FOR_USERS} & {*os.environ} and not cuda.is_available():
+        module.get_mp_context = partial(multiprocessing.get_context, "fork")
 
 
 def sampling_params(arguments: Mapping[str, Any]) -> Any:

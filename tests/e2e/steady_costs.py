@@ -1,9 +1,11 @@
-"""Costs that are the same on every machine, for tests of what an adaptive budget chooses."""
+"""What steps cost: the same on every machine, for tests of what an adaptive budget chooses; and
+measured once, where the budget is fixed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -36,3 +38,20 @@ def assumed_if(asked: bool) -> Iterator[None]:
         mock.patch.object(by_tree, "followed", lambda seconds, _: seconds),
     ):
         yield
+
+
+def measure_once_if_fixed(arguments: Mapping[str, Any]) -> None:
+    """Let an engine with these arguments of ``LLM`` run each step once to measure it, if its budget
+    is fixed: then nothing but a metric reads the costs."""
+    from dyntree_plugin.engine.budget import step_costs
+
+    options = arguments.get("additional_config", {}).get("dyntree", {})
+    repetitions = _repetitions()
+    step_costs.REPETITIONS = 1 if options.get("budget") == "fixed" else repetitions
+
+
+@cache
+def _repetitions() -> int:
+    from dyntree_plugin.engine.budget.step_costs import REPETITIONS
+
+    return REPETITIONS

@@ -15,13 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine_process import Request, run_of
+from engine_process import Request, copy_processes, run_of
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
 
 DEFAULTS = {
@@ -66,6 +67,7 @@ async def compared(llm: AsyncLLM, name: str, turns: list[Request]) -> list[Any]:
 
 
 async def work(job: dict[str, Any]) -> dict[str, Any]:
+    copy_processes(utils)
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**DEFAULTS | job["engine"]))
     try:
         encode = AutoTokenizer.from_pretrained(job["engine"]["model"]).encode
