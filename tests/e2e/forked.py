@@ -16,7 +16,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 IMPORTABLE = [str(Path(__file__).parents[number]) for number in range(3)]
@@ -40,23 +42,42 @@ def run(
 
     ``log`` gets what it prints. All its child processes end with it.
     """
+    process = start(program, arguments, environment, log)
+    try:
+        process.join(seconds)
+        return process.exitcode
+    finally:
+        end(process)
+
+
+def start(
+    program: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    **given: Any,
+) -> BaseProcess:
+    """Start a program as `run` does; ``given`` are values that it finds by these names."""
     context = multiprocessing.get_context("forkserver")
     # The server gets no path but that of its environment, and is silent if it cannot import.
     server = {**environment, **ON_EVERY_CORE, "PYTHONPATH": _path(environment)}
     with _lock, mock.patch.dict(os.environ, server):
         context.set_forkserver_preload(["quick_start"])
         forkserver.ensure_running()
-    process = context.Process(target=_become, args=(program, arguments, dict(environment), log))
+    process = context.Process(
+        target=_become, args=(program, arguments, dict(environment), log, given)
+    )
     process.start()
-    try:
-        process.join(seconds)
-        return process.exitcode
-    finally:
-        if process.pid is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
+    return process
+
+
+def end(process: BaseProcess) -> None:
+    """End a program that was started, with all its child processes."""
+    if process.pid is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
 
 
 def run_afresh(
@@ -91,7 +112,11 @@ def _path(environment: Mapping[str, str]) -> str:
 
 
 def _become(
-    program: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
+    program: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    given: dict[str, Any],
 ) -> None:
     if "quick_start" not in sys.modules:
         raise RuntimeError("the server of copies has not imported quick_start")
@@ -104,7 +129,7 @@ def _become(
     sys.argv = [program, *arguments]
     known = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [str(Path(program).parent), *filter(None, known)]
-    runpy.run_path(program, run_name="__main__")
+    runpy.run_path(program, given, run_name="__main__")
     # End as a process that was not forked: do not wait for the threads of engines.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,25 +1,25 @@
 """Engines that work through schedules, each in a process of its own.
 
-As a program, this takes an engine's arguments as JSON. It reads schedules from its input, one line
-of JSON each, and writes the answers.
+As a program, this takes an engine's arguments as JSON, and a connection. There it reads schedules,
+as JSON, and sends the answers.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import forked
 import fuzz_cases
 from engine_process import Engine, Output, _output, read_metrics, sampling_params
 from fuzz_cases import Arrival, Schedule
@@ -56,27 +56,23 @@ class EngineProcess:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": str(forked.THREADS),
         }
         if (library := openmp.library()) is not None:
             environment["LD_PRELOAD"] = str(library)
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(arguments)],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            start_new_session=True,
-            text=True,
-        )
+        self._asked, asked = multiprocessing.Pipe()
+        with asked:
+            self._process = forked.start(
+                __file__, [json.dumps(arguments)], environment, Path(self._log.name), asked=asked
+            )
         self._read()
 
     def _read(self) -> Any:
-        if self._process.stdout is None:
-            raise RuntimeError("the engine's process has no output")
-        line = self._process.stdout.readline()
-        found = json.loads(line) if line else {"error": Path(self._log.name).read_text()[-8000:]}
+        try:
+            found = self._asked.recv()
+        except EOFError:
+            found = {"error": Path(self._log.name).read_text()[-8000:]}
         if "error" in found:
             self.close()
             raise EngineFailed(found["error"])
@@ -88,9 +84,7 @@ class EngineProcess:
         Raises:
             EngineFailed: if the engine fails; its process has ended.
         """
-        if self._process.stdin is None:
-            raise RuntimeError("the engine's process has no input")
-        print(json.dumps(asdict(schedule)), file=self._process.stdin, flush=True)
+        self._asked.send(json.dumps(asdict(schedule)))
         return [
             Answer(value["output"] and Output(**value["output"]), value["refused"])
             for value in self._read()["answers"]
@@ -98,22 +92,19 @@ class EngineProcess:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of all schedules so far."""
-        if self._process.stdin is None:
-            raise RuntimeError("the engine's process has no input")
-        print("metrics", file=self._process.stdin, flush=True)
+        self._asked.send("metrics")
         found: dict[str, float] = self._read()["metrics"]
         return found
 
     def close(self) -> None:
         """End the process. A second call does nothing."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        forked.end(self._process)
+        self._asked.close()
         self._log.close()
 
     @property
     def closed(self) -> bool:
-        return self._process.poll() is not None
+        return not self._process.is_alive()
 
 
 class _Work:
@@ -211,12 +202,12 @@ class _Work:
         return Answer(_output(output))
 
 
-def _answer_input(engine: Engine, tell: Callable[[dict[str, Any]], None]) -> None:
-    """Work through the schedules of the input, and tell the answers."""
-    tell({"ready": True})
-    for count, line in enumerate(sys.stdin):
-        if line.strip() == "metrics":
-            tell({"metrics": read_metrics()})
+def _answer(engine: Engine, asked: Connection) -> None:
+    """Work through the schedules that are asked for, and send the answers."""
+    asked.send({"ready": True})
+    for count, line in enumerate(iter(asked.recv, None)):
+        if line == "metrics":
+            asked.send({"metrics": read_metrics()})
             continue
         engine.llm.reset_prefix_cache()
         value = json.loads(line)
@@ -224,24 +215,17 @@ def _answer_input(engine: Engine, tell: Callable[[dict[str, Any]], None]) -> Non
             fuzz_cases.schedule_of(value), arrivals=[Arrival(**a) for a in value["arrivals"]]
         )
         answers = _Work(engine, schedule, str(count)).answers()
-        tell({"answers": [asdict(answer) for answer in answers]})
+        asked.send({"answers": [asdict(answer) for answer in answers]})
 
 
-def main(arguments: str) -> None:
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def tell(value: dict[str, Any]) -> None:
-        print(json.dumps(value), file=out, flush=True)
-
-    asked = json.loads(arguments)
+def main(arguments: dict[str, Any], asked: Connection) -> None:
     try:
-        with assumed_if(asked.pop(STEADY_COSTS, False)):
-            _answer_input(Engine(asked), tell)
+        with assumed_if(arguments.pop(STEADY_COSTS, False)):
+            _answer(Engine(arguments), asked)
     except Exception:
-        tell({"error": traceback.format_exc()[-6000:]})
+        asked.send({"error": traceback.format_exc()[-6000:]})
         raise
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(json.loads(sys.argv[1]), globals()["asked"])

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_process import answered
 from test_readme import blocks
 
-from dyntree_plugin import openmp, pair
+from dyntree_plugin import pair
 from dyntree_plugin.commands.doctor.command_line import command_line_checks
 from dyntree_plugin.commands.show.generation import load
 
@@ -28,7 +29,8 @@ MODELS = {name: str(path) for name, path in pair.paths().items()}
 
 # This runs several examples in one process; those with equal arguments share an engine.
 DRIVER = """
-import contextlib, io, json, runpy, sys
+import contextlib, io, json, os, runpy, sys
+from pathlib import Path
 import vllm
 
 stock, engines, printed = vllm.LLM, {}, {}
@@ -41,15 +43,16 @@ def shared(model, **arguments):
     return engines[key]
 
 if __name__ == "__main__":
-    _, runs, results = sys.argv
+    given, results = map(Path, sys.argv[1:])
+    asked = json.loads(given.read_text())["engine"]
+    os.chdir(asked["folder"])
     vllm.LLM = shared
-    for path, *arguments in json.loads(runs):
+    for path, *arguments in asked["runs"]:
         sys.argv = [path, *arguments]
         with contextlib.redirect_stdout(io.StringIO()) as stream:
             runpy.run_path(path, run_name="__main__")
         printed[path] = stream.getvalue()
-    with open(results, "w") as file:
-        json.dump(printed, file)
+    results.write_text(json.dumps(printed))
 """
 DRIVEN = {
     "offline.py": ["--max-tokens", "16"],
@@ -63,8 +66,8 @@ DRIVEN = {
 TESTED = {*DRIVEN, "streaming_client.py"}
 
 
-def run(command: list[str], cwd: Path, **variables: str) -> str:
-    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"} | variables
+def run(command: list[str], cwd: Path) -> str:
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -84,12 +87,8 @@ def printed(folder: Path) -> dict[str, str]:
     (folder / "readme.py").write_text(snippet)
     runs.append([str(folder / "readme.py")])
     (folder / "driver.py").write_text(DRIVER)
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    if (library := openmp.library()) is not None:
-        variables["LD_PRELOAD"] = str(library)
-    command = [sys.executable, "driver.py", json.dumps(runs), "printed.json"]
-    run(command, folder, **variables)
-    found: dict[str, str] = json.loads((folder / "printed.json").read_text())
+    driver, asked = folder / "driver.py", {"runs": runs, "folder": str(folder)}
+    found: dict[str, str] = answered(str(driver), asked, {}, threads=1)
     return {Path(path).name: text for path, text in found.items()}
 
 

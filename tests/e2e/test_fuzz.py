@@ -85,7 +85,7 @@ def test_an_engine_with_other_samples_is_found_and_its_case_can_be_asked_again(
     plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A paper's rule keeps the law of samples, but draws other tokens."""
-    monkeypatch.setattr(fuzz, "SMALLER_SECONDS", 10)
+    monkeypatch.setattr(fuzz, "SMALLER_SECONDS", 2)
     trees = workload.tree(growth="dyspec")
     options = Options({**trees, "max_model_len": fuzz.MAX_MODEL_LEN, "block_size": 32})
     result = fuzz.fuzz(options, plain, CASES, 1, Tally())
