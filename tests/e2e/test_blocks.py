@@ -17,7 +17,7 @@ from random_engines import ABORTED, CONTINUED, REQUESTS, RUN, Target
 pytestmark = pytest.mark.e2e
 
 SOUND = Run([*REQUESTS, *workload.EVERYTHING[::6]])
-RUNS = {"aborted": ABORTED, "sound": Run([*SOUND.requests, *workload.DEMANDING])}
+RUNS = {"aborted": ABORTED, "sound": Run([*SOUND.requests, *workload.DEMANDING[::2]])}
 EVERY = Run([*RUNS["sound"].requests, *CONTINUED.requests])
 TIGHT = {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 20}
 BESIDE_WINDOWS = {"num_gpu_blocks_override": 60}

@@ -15,7 +15,7 @@ from dyntree_plugin import pair
 
 pytestmark = pytest.mark.e2e
 
-REQUESTS = workload.each_kind(range(24))
+REQUESTS = workload.each_kind(range(16))
 TREES = {
     "trees": Run(REQUESTS),
     "sample": workload.SAMPLE,

@@ -10,7 +10,7 @@ from ranks import Ranked, serve_on_ranks
 
 pytestmark = pytest.mark.e2e
 
-REQUESTS = workload.each_kind(range(24))
+REQUESTS = workload.each_kind(range(16))
 UNSEEDED = [workload.ask(number, "full", seed=None) for number in range(8)]
 GRAMMARS = workload.TREE_RUNS["structured_output"].requests
 RUNS = {
@@ -62,7 +62,7 @@ def test_a_rank_with_other_trees_changes_the_tokens(
 @pytest.mark.slow
 def test_ranks_with_clocks_of_their_own_verify_the_same_cuts(plain: Outputs) -> None:
     """An adaptive budget depends on measured times, which differ from rank to rank."""
-    run = Run(REQUESTS[:24])
+    run = Run(REQUESTS)
     ranked = serve_on_ranks(workload.with_options(), {"trees": run})["trees"]
     found = mismatches(run, ranked.result, plain)
     assert not found, explain(found)

@@ -84,7 +84,7 @@ def _ranked(name: str, requests: list[Request]) -> dict[str, Run]:
 
 FIXED_RUNS: dict[str, Run] = {"warm": Run([ask(number, "full") for number in range(32)])}
 for _name, (_params, _) in GAINS.items():
-    FIXED_RUNS |= _ranked(_name, [ask(number, "full", **_params) for number in range(32)])
+    FIXED_RUNS |= _ranked(_name, [ask(number, "full", **_params) for number in range(16)])
 FIXED_RUNS |= {
     **{name: TREE_RUNS[name] for name in ("greedy", "batches of 4", "max_model_len")},
     **LIMITED,
