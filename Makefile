@@ -17,7 +17,10 @@ marked = $(if $(ARGS),,$(shell grep -rlE "mark\.($(1))\b" tests --include="test_
 FAST := not e2e and not gpu and not monitoring and not slow
 
 test: .venv/installed ## Checks style and types and runs the tests, but for those marked slow.
-	@failed=; for group in lint test-fast test-e2e test-quiet; do \
+	@failed=; said=$$(mktemp); $(MAKE) --no-print-directory lint >$$said 2>&1 & lint=$$!; \
+	$(MAKE) --no-print-directory test-fast || failed=" test-fast"; \
+	wait $$lint || failed="$$failed lint"; cat $$said; rm $$said; \
+	for group in test-e2e test-quiet; do \
 		$(MAKE) --no-print-directory $$group || failed="$$failed $$group"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
