@@ -18,6 +18,7 @@ FAST := not e2e and not gpu and not monitoring and not slow
 
 test: .venv/installed ## Checks style and types and runs the tests, but for those marked slow.
 	@failed=; said=$$(mktemp); $(MAKE) --no-print-directory lint >$$said 2>&1 & lint=$$!; \
+	trap 'kill $$lint; rm -f $$said; exit 130' INT TERM; \
 	$(MAKE) --no-print-directory test-fast || failed=" test-fast"; \
 	wait $$lint || failed="$$failed lint"; cat $$said; rm $$said; \
 	for group in test-e2e test-quiet; do \

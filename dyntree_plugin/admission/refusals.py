@@ -75,7 +75,7 @@ SPECULATION_REFUSALS = (
         "num_speculative_tokens_per_batch_size",
         lambda s: s.num_speculative_tokens_per_batch_size,
         lambda schedule: schedule is not None,
-        "dyntree.budget fits the trees to the load; leave it out",
+        "an adaptive dyntree.budget fits the trees to the load; leave it out",
     ),
     Refusal(
         "enable_adaptive_verification",

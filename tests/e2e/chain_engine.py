@@ -27,7 +27,7 @@ class Chained:
 
 def serve_chain(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Chained]:
     """Start an engine without trees that has a `speculator`, and work through the runs."""
-    found = answered(__file__, engine, runs, threads=1)
+    found = answered(__file__, engine, runs, threads=1, afresh=True)
     return {
         name: Chained(result_of(one["result"]), one["drafts"], one["compiled"])
         for name, one in found.items()

@@ -147,11 +147,14 @@ def answered(
     runs: Mapping[str, Run],
     threads: int | None,
     seconds: float = START_AND_WORK_SECONDS,
+    *,
+    afresh: bool = False,
     **variables: str,
 ) -> dict[str, Any]:
     """Run ``program`` on a job, and return its results.
 
-    ``seconds`` limits its time, and ``variables`` extend its environment.
+    ``seconds`` limits its time, and ``variables`` extend its environment. ``afresh``: whether it
+    must not be a copy of a process that has loaded kernels.
 
     Raises:
         RuntimeError: if it fails or takes longer.
@@ -174,7 +177,7 @@ def answered(
         given.write_text(json.dumps(job))
         log.touch()
         interpreted = "TRITON_INTERPRET" in variables  # matters while Triton is imported
-        forks = threads == forked.THREADS and not interpreted and not cuda.is_available()
+        forks = threads == forked.THREADS and not (afresh or interpreted or cuda.is_available())
         run = forked.run if forks else forked.run_afresh
         status = run(program, [str(given), str(results)], environment, log, seconds)
         if status != 0:

@@ -71,7 +71,7 @@ class EngineProcess:
     def _read(self) -> Any:
         try:
             found = self._asked.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             found = {"error": Path(self._log.name).read_text()[-8000:]}
         if "error" in found:
             self.close()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from vllm.platforms import current_platform
+
 from vllm_cpu_runner import install
 
-install()
+# The watch on new versions of vLLM runs some of these tests with a CUDA build.
+if current_platform.is_cpu():
+    install()

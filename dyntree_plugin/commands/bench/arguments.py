@@ -14,6 +14,8 @@ OF_ENGINES = "For engines on this machine"
 OF_SERVERS = "For running servers"
 """Panels of the help. A measurement of servers refuses the options of engines, and vice versa."""
 
+TEMPERATURES = [0.0, 1.0]
+BATCHES = [1, 4]
 TREES: list[dict[str, Any]] = [{}, {"budget": "fixed"}]
 """Default dyntree options of the engines with trees."""
 NODES = 16

@@ -76,7 +76,8 @@ def serve(
     """
     extras = context.obj if isinstance(context.obj, Extras) else Extras()
     console = Console(highlight=False)
-    loads = prompt_sets or [prompts.CODE], temperatures or [0.0, 1.0], batches or [1, 4]
+    temperatures, batches = temperatures or arguments.TEMPERATURES, batches or arguments.BATCHES
+    loads = prompt_sets or [prompts.CODE], temperatures, batches
     try:
         settings = Settings(*loads, count, max_tokens, rounds, samplings=extras.samplings)
         check_new_file("--output", result_file)

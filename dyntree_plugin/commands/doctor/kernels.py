@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -54,23 +55,28 @@ def attention(
         f"{heads} heads, {kv_heads} of them with KV, of size {head_size} in "
         f"{str(dtype).removeprefix('torch.')}"
     )
+    available = _available(problem, asked)
     try:
-        choice = dispatch.choose(problem, _available(problem, asked), table)
+        choice = dispatch.choose(problem, available.keys(), table)
     except ValueError as error:
         return Check(name, "fail", f"none for {shape}", str(error).partition("(")[2].rstrip(")"))
-    example = "" if model else ", for example"
-    return Check(name, "ok", f"{choice.name}{example} for {shape}: {choice.reason}")
+    example, module = "" if model else ", for example", available[choice.name]
+    found = f"{choice.name}{example} for {shape}: {choice.reason}"
+    if module is not None and not module.is_built():
+        found += "; the first engine compiles it, or serves with another kernel if that fails"
+    return Check(name, "ok", found)
 
 
-def _available(problem: dispatch.Problem, asked: str) -> set[str]:
-    """Return the names of the kernels that an engine would choose from."""
+def _available(problem: dispatch.Problem, asked: str) -> dict[str, Any]:
+    """Return the kernels that an engine would choose from, with the modules of some."""
     if problem.capability is None:
-        return dispatch.installed()
+        return dict.fromkeys(dispatch.installed())
     if asked != "auto":
-        return dispatch.installed() & {asked}
+        return dict.fromkeys(dispatch.installed() & {asked})
     from dyntree_plugin.engine.attention.choice import modules
 
-    return dispatch.installed() & modules(problem, asked).keys()
+    found = modules(problem, asked)
+    return {name: found[name] for name in dispatch.installed() & found.keys()}
 
 
 def layout(head_size: int = 128, dtype: torch.dtype = torch.bfloat16, model: str = "") -> Check:

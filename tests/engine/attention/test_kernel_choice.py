@@ -175,7 +175,9 @@ def test_xqa_is_compiled_at_the_first_start_that_chooses_it(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert kernels.attention(table=dispatch.shipped_table()).found.startswith("xqa")
+    said = kernels.attention(table=dispatch.shipped_table()).found
+    assert said.startswith("xqa")
+    assert "the first engine compiles it" in said
     assert isinstance(chosen(attention="triton"), TritonTrees)
     assert isinstance(chosen(frozenset({"window"})), TritonTrees)
     assert compiled == []
@@ -190,13 +192,20 @@ def test_xqa_is_compiled_at_the_first_start_that_chooses_it(
 def test_where_nothing_compiles_only_who_asks_for_a_kernel_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    tried: list[Module] = []
+
     def without_nvcc(module: Module, report: Any) -> float:
+        tried.append(module)
         raise RuntimeError("no nvcc")
 
     monkeypatch.setattr(flashinfer_variant, "build", without_nvcc)
     warned: list[Any] = []
     monkeypatch.setattr(choice.logger, "warning_once", lambda *given: warned.append(given))
-    assert isinstance(chosen(), TritonTrees)
+    module = Module(built=False)
+    monkeypatch.setattr(choice, "xqa_module", lambda _: module)
+    for _ in range(2):  # as for two groups of layers
+        assert isinstance(chosen(), TritonTrees)
+    assert tried == [module]
     assert "no nvcc" in str(warned)
     with pytest.raises(RuntimeError, match="no nvcc"):
         chosen(attention="flashinfer")

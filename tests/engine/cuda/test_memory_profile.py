@@ -179,8 +179,9 @@ class Allocated(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         found = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten.empty.memory_format:
-            self.bytes += found.nbytes
+        given = [each for each in args if isinstance(each, torch.Tensor)]
+        if isinstance(found, torch.Tensor) and not any(map(found.is_set_to, given)):
+            self.bytes += 0 if found._base is not None else found.nbytes
         return found
 
 

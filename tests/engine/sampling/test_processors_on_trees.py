@@ -233,17 +233,23 @@ def test_a_custom_processor_sees_whole_chains_in_one_call() -> None:
     assert torch.equal(ctx.idx_mapping, context(batch).idx_mapping)
 
 
-@pytest.mark.parametrize(("copies", "expected"), [(1, [5, 4]), (2, [3, 2, 4]), (9, [3, 2, 4])])
-def test_the_sampler_gets_fewer_rows_at_once_if_it_copies_them(
-    copies: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logits = torch.zeros(9, VOCABULARY)
-    monkeypatch.setattr(verify, "MAX_CHUNK_BYTES", 4 * 5 * VOCABULARY)
-    seen: list[int] = []
+ROWS = [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
+"""Of three requests."""
 
-    def sample(rows: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append(len(rows))
-        return torch.zeros(len(rows)), rows
+
+@pytest.mark.parametrize(
+    ("copies", "expected"), [(1, [[0, 1], [2]]), (2, [[0], [1], [2]]), (9, [[0], [1], [2]])]
+)
+def test_the_sampler_gets_fewer_rows_at_once_if_it_copies_them(
+    copies: int, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.arange(9.0)[:, None].expand(-1, VOCABULARY)
+    monkeypatch.setattr(verify, "MAX_CHUNK_BYTES", 4 * 5 * VOCABULARY)
+    seen: list[list[list[int]]] = []
+
+    def sample(part: torch.Tensor, *given: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append([each.tolist() for each in (part[:, 0], *given)])
+        return torch.zeros(len(part)), part
 
     sampler: Any = SimpleNamespace(sample=sample, logprobs_mode="raw_logprobs")
     trees: Any = None
@@ -260,11 +266,15 @@ def test_the_sampler_gets_fewer_rows_at_once_if_it_copies_them(
         keepers=nothing,
         copies=copies,
     )
-    rows = torch.arange(9)
+    rows, requests = torch.arange(9), torch.arange(3)
     batch: Any = SimpleNamespace(
         num_tokens=9, num_reqs=3, positions=rows, input_ids=rows, expanded_idx_mapping=rows,
-        idx_mapping=rows, idx_mapping_np=rows.numpy(), expanded_local_pos=rows,
-        seq_lens_cpu_upper_bound=rows, cu_num_logits_np=np.array([0, 3, 5, 9]),
+        idx_mapping=requests, idx_mapping_np=requests.numpy(), expanded_local_pos=rows,
+        seq_lens_cpu_upper_bound=requests, cu_num_logits_np=np.array([0, 3, 5, 9]),
     )  # fmt: skip
     made._sample(logits, batch, False)
-    assert seen == expected
+    for part, asked in zip(seen, expected, strict=True):
+        of_rows = [row for request in asked for row in ROWS[request]]
+        by_rows, by_requests = [part[n] for n in (0, 1, 4, 5, 6)], [part[n] for n in (2, 3, 7)]
+        assert by_rows == [of_rows] * 5
+        assert by_requests == [asked] * 3

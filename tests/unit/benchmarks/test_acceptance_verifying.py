@@ -142,11 +142,11 @@ def walk_on(
 def blocks_on(grown: Grown, context: Context, seeds: torch.Tensor, temperature: float) -> Accepted:
     """Accept a chain as a block by the target's distributions at every node."""
     tree, laws = grown.tree, grown.laws
-    assert tree.draws is not None
     assert laws is not None
     law = (dense_logits(grown, context) / temperature).softmax(2)
-    rows = laws.rows.gather(1, tree.draws.columns)
-    found = traverse(tree.tokens, tree.parents, tree.counts, laws.log_probs[rows], law)
+    # A chain's expansions are in the order of its depths, and its last token has none.
+    drafts = torch.nn.functional.pad(laws.log_probs[laws.rows], (0, 0, 0, 1))
+    found = traverse(tree.tokens, tree.parents, tree.counts, drafts, law)
     roots = torch.tensor([len(words) - 1 for words in context])
 
     def noise(purpose: int, width: int) -> torch.Tensor:

@@ -126,11 +126,10 @@ def test_the_help_and_the_page_count_the_runs_and_starts_of_the_defaults() -> No
     given = {
         name: each.default for name, each in inspect.signature(command.serve).parameters.items()
     }
-    lengths, _ = ask(0.0, 1.0)
+    lengths, _ = ask(*arguments.TEMPERATURES)
     contest = Contest(MODELS, lengths, plan.named_trees(arguments.TREES, arguments.NODES))
-    settings = Settings(
-        ["code"], [0.0, 1.0], [1, 4], given["count"], given["max_tokens"], given["rounds"]
-    )
+    cells = ["code"], arguments.TEMPERATURES, arguments.BATCHES
+    settings = Settings(*cells, given["count"], given["max_tokens"], given["rounds"])
     loads = settings.loads({"code": [Request([1])] * given["count"]})
     engines = plan.engines(MODELS, list(loads), 9, chains=lengths, trees=contest.trees)
     started: list[str] = []
