@@ -9,6 +9,7 @@ import ast
 import json
 import math
 import re
+import statistics
 import textwrap
 from collections.abc import Callable
 from functools import partial
@@ -162,6 +163,35 @@ def _by_requests(*files: str) -> str:
     return "\n".join(lines)
 
 
+def _peers() -> str:
+    """Compare times per token of single requests with those of other engines' speculation."""
+    found = json.loads((RESULTS / "peers-llama-1b.json").read_text())["series"]
+    times = {(each["engine"], each["chain"], each["temperature"]): each for each in found}
+    lines = ["| | temperature 0 | temperature 1 |", "|---|---:|---:|"]
+    for engine, chain in dict.fromkeys((each["engine"], each["chain"]) for each in found):
+        of_both = [times[engine, chain, t]["ms_per_token"] for t in (0.0, 1.0)]
+        texts = [
+            f"{statistics.fmean(each):.1f} ± {_error_of_mean(each):.1f} ms" for each in of_both
+        ]
+        name = f"{engine}, chain of {chain}" if chain else engine
+        lines.append(f"| {name} | {' | '.join(texts)} |")
+    result = read(RESULTS / "serve-llama-1b-zen5.json")
+    cells = [cell for cell in result.cells() if cell.batch == 1]
+    for label in dict.fromkeys(_kind(result, engine.name) for engine in result.engines):
+        texts = []
+        for cell in cells:
+            of_kind = [r for r in rows(result, cell) if _kind(result, r.series.engine) == label]
+            best = min(of_kind, key=lambda row: row.tpot_ms.median, default=None)
+            texts.append(table.NONE if best is None else f"{best.tpot_ms.median:.1f} ms")
+        engine = "vLLM with dyntree" if "tree" in label else "vLLM"
+        lines.append(f"| {engine}, {label} | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def _error_of_mean(values: list[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
 STEP = (
     ("engine/stage.py", "place"),
     ("engine/step/verify.py", "verify"),
@@ -285,6 +315,7 @@ TABLES: dict[str, Callable[[], str]] = {
         }.items()
     },
     "serve": lambda: _speed("serve-llama-1b"),
+    "peers": _peers,
     "serve_zen5": lambda: _speed("serve-llama-1b-zen5"),
     "serve_zen5_chains": lambda: _speed("serve-llama-1b-zen5-chains"),
     "serve_without_amx": lambda: _speed("serve-llama-1b-without-amx"),

@@ -147,14 +147,12 @@ def answered(
     runs: Mapping[str, Run],
     threads: int | None,
     seconds: float = START_AND_WORK_SECONDS,
-    *,
     afresh: bool = False,
     **variables: str,
 ) -> dict[str, Any]:
-    """Run ``program`` on a job, and return its results.
+    """Run ``program`` on a job, ``afresh`` or as a copy with kernels, and return its results.
 
-    ``seconds`` limits its time, and ``variables`` extend its environment. ``afresh``: whether it
-    must not be a copy of a process that has loaded kernels.
+    ``seconds`` limits its time, and ``variables`` extend its environment.
 
     Raises:
         RuntimeError: if it fails or takes longer.
