@@ -11,7 +11,7 @@ import math
 import re
 import statistics
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,11 +64,8 @@ def _speed_ups(name: str) -> str:
     lines = [f"| × no speculation, × best chain | {' | '.join(columns)} |"]
     lines.append("|---|" + "---:|" * len(columns))
     for label in dict.fromkeys(_kind(result, engine.name) for engine in result.engines):
-        texts = []
-        for found in columns.values():
-            of_kind = [row for row in found if _kind(result, row.series.engine) == label]
-            fastest = min(of_kind, key=lambda row: row.tpot_ms.median, default=None)
-            texts.append(_speed_up(result, fastest))
+        fastest = (_fastest(result, found, label) for found in columns.values())
+        texts = [_speed_up(result, row) for row in fastest]
         lines.append(f"| {label} | {' | '.join(texts)} |")
     return "\n".join(lines)
 
@@ -77,6 +74,11 @@ def _kind(result: Result, engine: str) -> str:
     """Return what a row shows: one engine, or the chains of a kind."""
     kind, _, length = engine.rpartition(" of ")
     return kind if length and result.engine(engine).kind == "chain" else engine
+
+
+def _fastest(result: Result, found: Iterable[Row], kind: str) -> Row | None:
+    of_kind = (row for row in found if _kind(result, row.series.engine) == kind)
+    return min(of_kind, key=lambda row: row.tpot_ms.median, default=None)
 
 
 def _speed_up(result: Result, row: Row | None) -> str:
@@ -180,8 +182,7 @@ def _peers() -> str:
     for label in dict.fromkeys(_kind(result, engine.name) for engine in result.engines):
         texts = []
         for cell in cells:
-            of_kind = [r for r in rows(result, cell) if _kind(result, r.series.engine) == label]
-            best = min(of_kind, key=lambda row: row.tpot_ms.median, default=None)
+            best = _fastest(result, rows(result, cell), label)
             texts.append(table.NONE if best is None else f"{best.tpot_ms.median:.1f} ms")
         engine = "vLLM with dyntree" if "tree" in label else "vLLM"
         lines.append(f"| {engine}, {label} | {' | '.join(texts)} |")

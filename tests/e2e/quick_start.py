@@ -61,7 +61,11 @@ def load_kernels() -> None:
 def kept_without_threads(kernel: Any) -> Iterator[Any]:
     cache, codegen = kernel._cache, kernel.targetctx.codegen()
     for path in Path(cache.cache_path).glob(f"{cache._name}-*.nbc"):
-        key, result = pickle.loads(path.read_bytes()[compiled._CHECKSUM_BYTES :])
+        try:
+            kept = path.read_bytes()
+        except OSError:  # Another process may have removed the folder.
+            continue
+        key, result = pickle.loads(kept[compiled._CHECKSUM_BYTES :])
         *_, signature, _, _ = key
         *_, started_by_loading, _ = result
         if not started_by_loading and path == cache._path(cache._key(signature, codegen)):
