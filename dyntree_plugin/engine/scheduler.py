@@ -15,6 +15,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from dyntree_kernels.contracts import report_places
 from dyntree_plugin.admission.node_limit import node_limit
 from dyntree_plugin.engine.budget.by_schedule import FORWARDS, NodeBuckets
 from dyntree_plugin.engine.configuration import tree_plan
@@ -41,9 +42,8 @@ class TreeCounting(Scheduler):
         self.structured_output_manager: Any = self._grammars
         self._counts: WorkerCounts | None = None
         self._rows: dict[str, int] = {}
-        # Accepted nodes by row; tokens of this step, and of those with unknown times.
-        self._observed: dict[int, int] = {}
-        self._tokens = 0
+        # Tokens of this step by row, and of the steps whose times are unknown.
+        self._emitted: dict[int, int] = {}
         self._delivered: deque[int] = deque()
         self._stats: TreeSpecDecodingStats | None = None
         self._buckets: NodeBuckets | None = None
@@ -142,7 +142,7 @@ class TreeCounting(Scheduler):
         grammar_seconds: Sequence[float] = (),
     ) -> None:
         """Begin the step's statistics; ``rows``: of the requests in ``counts``."""
-        self._counts, self._rows, self._observed, self._tokens = counts, rows, {}, 0
+        self._counts, self._rows, self._emitted = counts, rows, {}
         self._stats = None
         if counts is not None and self.log_stats:
             of_step = TreeSpecDecodingStats.of_step
@@ -157,47 +157,50 @@ class TreeCounting(Scheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
-        tokens, stopped = self._taken(request, new_token_ids, *args, **kwargs)
-        self._tokens += len(tokens)
-        self._observe(request, len(tokens) - 1)
-        return tokens, stopped
+        take = super()._update_request_with_output
+        if request.use_structured_output:
+            taken = self._follow_grammar(take, request, new_token_ids, *args, **kwargs)
+        else:
+            taken = take(request, new_token_ids, *args, **kwargs)
+        row = self._rows[request.request_id]
+        self._emitted[row] = len(taken[0])
+        parameters = request.sampling_params
+        if request.spec_decode_metrics is not None or (parameters and parameters.stop):
+            self._observe(request, row)
+        return taken
 
-    def _taken(
-        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    def _follow_grammar(
+        self,
+        take: Callable[..., tuple[list[int], bool]],
+        request: Request,
+        new_token_ids: list[int],
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[list[int], bool]:
-        """Give the request its tokens up to its end; what `_update_request_with_output` returns."""
-        if not request.use_structured_output:
-            return super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        # A request ends with the first token that its grammar refuses, such as one that a thinking
-        # budget forces. What a tree had accepted after it must neither be emitted nor stop it.
+        """Give the request its tokens up to the first that its grammar refuses, by ``take``."""
+        # Such as one that a thinking budget forces. What a tree had accepted after it must neither
+        # be emitted nor stop the request.
         stopped = False
         for at, token in enumerate(new_token_ids):
-            _, stopped = super()._update_request_with_output(request, [token], *args, **kwargs)
+            _, stopped = take(request, [token], *args, **kwargs)
             if not self._grammars.read(request, token) or stopped:
                 del new_token_ids[at + 1 :]
                 break
         return new_token_ids, stopped
 
-    def _observe(self, request: Request, accepted: int) -> None:
-        """Count the step of a request that got so many tokens and one more."""
-        counts, row = self._counts, self._rows[request.request_id]
-        # vLLM also schedules draft tokens for a request with one prompt token left.
-        if counts is None or not counts.decoding[row]:
+    def _observe(self, request: Request, row: int) -> None:
+        """Count the step of a request whose metrics are kept, or whose stop strings may cut it."""
+        counts, accepted = self._counts, self._emitted[row] - 1
+        if counts is None or counts.report is None or not counts.decoding[row]:
             return
-        report = counts.report
-        nodes = 0 if report is None else int(report.verified[row])
+        report, at = counts.report[row], report_places(counts.report.shape[1])
+        nodes = int(report[at.verified])
         if nodes and isinstance(request.spec_decode_metrics, DeliveredMetrics):
             detailed = self.spec_decode_metrics_level == "detailed"
             request.spec_decode_metrics.count(nodes, accepted, detailed)
-        if self._stats is None:
-            return
-        self._observed[row] = accepted
-        if report and accepted and request.sampling_params and request.sampling_params.stop:
-            path = source_indices(report.accepted_kinds[row, :accepted])
+        if self._stats and accepted and request.sampling_params and request.sampling_params.stop:
+            path = source_indices(report[at.accepted_kinds][:accepted])
             self._stats.paths[request.request_id] = path.tolist()  # sync: host memory
-        reason = self._chain_reason or (None if nodes else EMPTY_TREE)
-        if reason is not None:
-            self._stats.fall_back(reason)
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
@@ -210,8 +213,13 @@ class TreeCounting(Scheduler):
         self._stats = self._counts = None
         if stats is None or counts is None:
             return None
-        stats.observe_trees(counts, self._observed)
-        self._delivered.append(self._tokens)
+        # vLLM also schedules draft tokens for a request with one prompt token left.
+        accepted = {row: n - 1 for row, n in self._emitted.items() if counts.decoding[row]}
+        stats.observe_trees(counts, accepted)
+        fallen = len(accepted) if self._chain_reason else stats.tree_nodes.count(0)
+        if fallen:
+            stats.fallbacks[self._chain_reason or EMPTY_TREE] = fallen
+        self._delivered.append(sum(self._emitted.values()))
         for tree, plain in counts.compared:
             stats.compare(tree, plain * self._delivered.popleft())
         return stats

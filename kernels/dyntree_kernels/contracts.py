@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -281,7 +282,8 @@ AT_DEPTH = OF_KIND + 2 * KINDS
 
 
 class Report(NamedTuple):
-    """Views of a report [R, C] by name: tensors on the device, or numpy's arrays on the host.
+    """A report [R, C] by name: views of tensors on the device or of numpy's arrays on the host, or
+    the places of the columns.
 
     ``of_kind`` and ``expected_of_kind`` [R, KINDS], by kind: verified nodes; and the sum of their
     values, that is how many of them were expected to be accepted. ``at_depth`` and ``expected``
@@ -306,24 +308,35 @@ class Report(NamedTuple):
     @classmethod
     def of(cls, columns: Any, levels: int) -> Report:
         """Name the columns of a report on trees of at most so many ``levels``."""
-        expected = AT_DEPTH + levels
-        accepted = expected + levels
-        chances = accepted + levels
-        forwards = chances + (columns.shape[1] - chances) // 2
-        return cls(
-            columns[:, GROWN],
-            columns[:, ADMITTED],
-            columns[:, VERIFIED],
-            columns[:, DEEPEST],
-            columns[:, MOVED],
-            columns[:, OF_KIND : OF_KIND + KINDS],
-            columns[:, OF_KIND + KINDS : AT_DEPTH],
-            columns[:, AT_DEPTH:expected],
-            columns[:, expected:accepted],
-            columns[:, accepted:chances],
-            columns[:, chances:forwards],
-            columns[:, forwards:],
-        )
+        return cls(*(columns[:, place] for place in report_places(columns.shape[1], levels)))
+
+
+@cache
+def report_places(width: int, levels: int | None = None) -> Report:
+    """Return the index, or the slice, of each field in the ``width`` columns of a report.
+
+    Without ``levels`` the report has no chances and forwards.
+    """
+    if levels is None:
+        levels = (width - AT_DEPTH) // 3
+    expected = AT_DEPTH + levels
+    accepted = expected + levels
+    chances = accepted + levels
+    forwards = chances + (width - chances) // 2
+    return Report(
+        GROWN,
+        ADMITTED,
+        VERIFIED,
+        DEEPEST,
+        MOVED,
+        slice(OF_KIND, OF_KIND + KINDS),
+        slice(OF_KIND + KINDS, AT_DEPTH),
+        slice(AT_DEPTH, expected),
+        slice(expected, accepted),
+        slice(accepted, chances),
+        slice(chances, forwards),
+        slice(forwards, width),
+    )
 
 
 def report_width(nodes: int, levels: int, *, ranked: bool) -> int:

@@ -94,7 +94,7 @@ def test_blocks_that_the_last_step_completes_are_cached(
     request = decoding("a", 1, max_tokens=4)
     request.resumable = resumable
     scheduler = scheduler_of(kind, request)
-    scheduler.max_model_len, scheduler._tokens, scheduler._counts = 1000, 0, None
+    scheduler.max_model_len, scheduler._emitted, scheduler._counts = 1000, {}, None
     scheduler.need_mamba_block_aligned_split = False
     scheduler._rows, scheduler._enqueue_waiting_request = {"a": 0}, lambda _: None
     scheduler.num_waiting_for_streaming_input, request.streaming_queue = 0, None

@@ -88,7 +88,7 @@ class NodeBuckets:
         if not decoding:
             return
         self._context = counts.context
-        if counts.worth and counts.report and counts.growth_forwards is not None:
+        if counts.worth and counts.verified and counts.growth_forwards is not None:
             known = len(counts.worth) if counts.ended_early else counts.growth_forwards + 1
             seen = np.asarray(counts.worth)[:known, self._offered]
             self._worth.observe(seen, len(counts.decoding))

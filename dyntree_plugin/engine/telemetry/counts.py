@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dyntree_plugin.metrics.names import BUDGET, SCHEDULER
+import numpy as np
 
 if TYPE_CHECKING:
-    from dyntree_kernels.contracts import Report
     from dyntree_plugin.tree.budget.row_cost import RowCost
 
 ATTRIBUTE = "dyntree"
@@ -20,12 +19,13 @@ class WorkerCounts:
     """One step's counts.
 
     ``decoding``: for each request of the batch, whether its prompt was complete before the step.
-    ``report``: numpy arrays about the verified trees, without chances and forwards; None if
-    nothing was verified. ``pruned``: nodes by reason. ``replaced``: how often the weights of a
-    model were replaced before the step. ``stage_seconds``: seconds by stage of the
-    steps that the device has finished since the last counts. ``compared``: for each of these steps,
-    in order, its seconds, and the target's without trees for one token of one request; both 0 if
-    there is no estimate, or not every request decoded.
+    ``report``: columns of `Report` on the trees, without chances and forwards; None without trees.
+    If the scheduler chose one size for all, no tree was admitted more nodes. ``verified``: the
+    trees were verified. ``replaced``: how often the weights of a model were replaced before the
+    step. ``stage_seconds``: seconds by stage of the steps that the device has finished since the
+    last counts. ``compared``: for each of these steps, in order, its seconds, and the target's
+    without trees for one token of one request; both 0 if there is no estimate, or not every request
+    decoded.
 
     The scheduler chooses an adaptive budget from the rest. ``worth``: `worth_by_forwards` of the
     decoding requests' trees for each of `node_buckets`. ``growth_forwards``: draft forwards after
@@ -37,8 +37,8 @@ class WorkerCounts:
     """
 
     decoding: list[bool] = field(default_factory=list)
-    report: Report | None = field(default=None, compare=False)
-    pruned: dict[str, int] = field(default_factory=lambda: {BUDGET: 0, SCHEDULER: 0})
+    report: np.ndarray | None = field(default=None, compare=False)
+    verified: bool = False
     replaced: dict[str, int] = field(default_factory=dict)
     draft_forwards: int = 0
     node_budget: int = 0

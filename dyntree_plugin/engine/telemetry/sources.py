@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, KINDS, LOOK_UP
@@ -15,13 +17,14 @@ SOURCE_OF: dict[int, Source] = {
 }
 
 _INDEX = np.array([*(SOURCES.index(SOURCE_OF[kind]) for kind in range(KINDS)), -1])
-_OF_KIND = np.array([[SOURCE_OF[kind] == name for name in SOURCES] for kind in range(KINDS)], float)
 
 
-def by_source(of_kind: np.ndarray) -> dict[str, float]:
-    """Return the totals by source of R trees' numbers by kind, [R, KINDS]."""
-    totals = of_kind.sum(axis=0) @ _OF_KIND
-    return dict(zip(SOURCES, totals.tolist(), strict=True))  # sync: host memory
+def by_source(of_kind: Iterable[float]) -> dict[str, float]:
+    """Return numbers by source for numbers by kind."""
+    found: dict[str, float] = dict.fromkeys(SOURCES, 0)
+    for kind, number in enumerate(of_kind):
+        found[SOURCE_OF[kind]] += number
+    return found
 
 
 def source_indices(kinds: np.ndarray) -> np.ndarray:

@@ -9,9 +9,10 @@ import numpy as np
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from dyntree_kernels.contracts import KINDS, report_places
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
-from dyntree_plugin.engine.telemetry.sources import by_source, source_indices
-from dyntree_plugin.metrics.names import PLAIN, TREE
+from dyntree_plugin.engine.telemetry.sources import by_source
+from dyntree_plugin.metrics.names import BUDGET, PLAIN, SCHEDULER, TREE
 from dyntree_plugin.tree.step import SOURCES
 
 
@@ -58,7 +59,6 @@ class TreeSpecDecodingStats(SpecDecodingStats):
             num_spec_tokens,
             num_accepted_tokens_per_pos=[0] * num_spec_tokens,
             num_draft_tokens_per_pos=[0] * num_spec_tokens,
-            pruned=counts.pruned,
             replaced=counts.replaced,
             draft_forwards=counts.draft_forwards,
             node_budget=counts.node_budget,
@@ -68,29 +68,35 @@ class TreeSpecDecodingStats(SpecDecodingStats):
 
     def observe_trees(self, counts: WorkerCounts, accepted: Mapping[int, int]) -> None:
         """Count the trees of the decoding requests: ``accepted`` nodes by row of the batch."""
-        rows, self.accepted_paths = [*accepted], [*accepted.values()]
-        report = counts.report
-        if report is None:
-            self.tree_nodes, self.tree_depths = [0] * len(rows), [0] * len(rows)
+        self.accepted_paths = [*accepted.values()]
+        if counts.report is None:
+            self.tree_nodes, self.tree_depths = [0] * len(accepted), [0] * len(accepted)
             return
-        self.tree_nodes = report.verified[rows].astype(int).tolist()  # sync: host memory
-        self.tree_depths = report.deepest[rows].astype(int).tolist()  # sync: host memory
-        self.kv_moved = int(report.moved[rows].sum())
-        for nodes, path in zip(self.tree_nodes, self.accepted_paths, strict=True):
-            if nodes:
-                self.observe_draft(num_draft_tokens=nodes, num_accepted_tokens=path)
-        levels = np.arange(report.accepted_kinds.shape[1])
-        delivered = levels < np.array(self.accepted_paths)[:, None]
-        sources = np.where(delivered, source_indices(report.accepted_kinds[rows]), -1)
-        self.accepted_by_depth = delivered.sum(axis=0).tolist()  # sync: host memory
-        # Those that were not delivered come first.
-        by_index = np.bincount(1 + sources.ravel(), minlength=1 + len(SOURCES))[1:]
-        self.accepted_by_source = dict(zip(SOURCES, by_index.tolist(), strict=True))  # sync: host
-        by_depth = report.at_depth[rows].sum(axis=0).astype(int)
-        self.nodes_by_depth = by_depth.tolist()  # sync: host memory
-        self.estimated_by_depth = report.expected[rows].sum(axis=0).tolist()  # sync: host memory
-        self.nodes_by_source = by_source(report.of_kind[rows])
-        self.estimated_by_source = by_source(report.expected_of_kind[rows])
+        # Every step counts, and each call of numpy's takes the host microseconds: so there are few.
+        columns = counts.report[[*accepted]]
+        total, at = columns.sum(axis=0).tolist(), report_places(columns.shape[1])  # sync: host
+        largest = columns[:, [at.verified, at.deepest]].astype(int)
+        self.tree_nodes, self.tree_depths = largest.T.tolist()  # sync: host memory
+        numbers = np.array((self.tree_nodes, self.accepted_paths))
+        reached = np.arange(self.num_spec_tokens) < numbers[:, :, None]
+        per_pos = reached.sum(axis=1).tolist()  # sync: host memory
+        self.num_draft_tokens_per_pos, self.num_accepted_tokens_per_pos = per_pos
+        self.num_drafts = self.num_draft_tokens_per_pos[0]
+        self.num_draft_tokens, self.num_accepted_tokens = map(sum, per_pos)
+        if counts.growth_forwards is not None:  # else slots hold earlier trees
+            sizes = (int(total[each]) for each in (at.grown, at.admitted, at.verified))
+            grown, offered, verified = sizes
+            self.pruned = {BUDGET: grown - offered, SCHEDULER: offered - verified}
+        self.nodes_by_depth = [*map(int, total[at.at_depth])]
+        self.estimated_by_depth = total[at.expected]
+        levels = len(self.nodes_by_depth)
+        self.accepted_by_depth = self.num_accepted_tokens_per_pos[:levels]
+        kinds = columns[:, at.accepted_kinds][reached[1, :, :levels]].astype(int)
+        delivered = np.bincount(kinds, minlength=KINDS).tolist()  # sync: host memory
+        self.accepted_by_source = by_source(delivered)
+        self.nodes_by_source = by_source(total[at.of_kind])
+        self.estimated_by_source = by_source(total[at.expected_of_kind])
+        self.kv_moved = int(total[at.moved])
 
     def cut(self, request_id: str, surplus: int) -> None:
         """Take back the last ``surplus`` accepted nodes of a request, which were not delivered."""
@@ -111,9 +117,6 @@ class TreeSpecDecodingStats(SpecDecodingStats):
         if tree:
             self.compared[TREE] = self.compared.get(TREE, 0.0) + tree
             self.compared[PLAIN] = self.compared.get(PLAIN, 0.0) + plain
-
-    def fall_back(self, reason: str) -> None:
-        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
 
 
 @dataclass

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from dyntree_kernels.contracts import Report, report_width
+from dyntree_kernels.contracts import ADMITTED, Report, report_width
 from dyntree_plugin.engine.step.clock import DRAFTING, Measured, StageTimes
 from dyntree_plugin.engine.step.ops import Arrival, Send
 from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
-from dyntree_plugin.metrics.names import BUDGET, SCHEDULER
 from dyntree_plugin.tree.budget.choice import node_buckets
 from dyntree_plugin.tree.budget.worth import worth_by_forwards
 
@@ -42,10 +41,10 @@ class StepRecord:
         self._counts = WorkerCounts()
         self._plan: TreePlan | None = None
         self._decoding = np.zeros(0, dtype=bool)
+        self._all_decode = False
         self._context = 0.0
         self._rows = 0
         self._report: torch.Tensor | None = None
-        self._verified = False
         self._arrival: Arrival | None = None
         self.times: StageTimes = Measured({})
 
@@ -72,17 +71,20 @@ class StepRecord:
         ``growth_forwards``: draft forwards that grew them; None without trees. ``ended_early``: as
         in `Drafted`.
         """
-        requests = slice(batch.num_reqs)
-        self._decoding = ~batch.is_prefilling_np[requests]
-        self._context = self._counts.context = float(batch.num_computed_tokens_np[requests].mean())
-        self._rows = batch.num_tokens
+        requests = batch.num_reqs
         counts, drafts = self._counts, batch.num_draft_tokens_per_req
+        self._decoding = ~batch.is_prefilling_np[:requests]
         counts.decoding = self._decoding.tolist()  # sync: host memory
+        self._all_decode = all(counts.decoding)
+        positions = int(batch.num_computed_tokens_np[:requests].sum())
+        self._context = counts.context = positions / requests
+        self._rows = batch.num_tokens
         counts.node_budget = plan.shape.node_budget
         if plan.budget == "adaptive":
             counts.node_budget = 0 if drafts is None else int(drafts.max())
         counts.growth_forwards, counts.ended_early = growth_forwards, ended_early
-        self._plan, self._report, self._verified = plan, report, verified
+        counts.verified = verified
+        self._plan, self._report = plan, report
 
     def send(self, send: Send) -> None:
         """Copy the report to the host."""
@@ -96,53 +98,37 @@ class StepRecord:
         counts = self._counts
         if self._arrival is not None and self._plan is not None:
             levels = self._plan.shape.max_depth
-            numbers = self._arrival().numpy()  # sync: it has arrived
-            report = Report.of(numbers, levels)
-            judged = self._judged
-            counts.pruned, counts.worth = self._pruned(report, judged), self._worth(report, judged)
-            if self._verified:
-                width = report_width(0, levels, ranked=False)
-                counts.report = Report.of(numbers[:, :width].copy(), levels)
+            columns = self._arrival().numpy()  # sync: it has arrived
+            counts.report = columns[:, : report_width(0, levels, ranked=False)].copy()
+            if self._weighs_trees:  # The scheduler chose one size for all trees.
+                admitted = counts.report[:, ADMITTED]
+                np.minimum(admitted, counts.node_budget, out=admitted)
+                if counts.growth_forwards is not None:
+                    # The slots of other requests hold earlier trees.
+                    grown = Report.of(columns[self._decoding], levels)
+                    counts.worth = self._worth(grown, self._plan)
         return counts
 
-    @property
-    def _judged(self) -> np.ndarray:
-        """Whether a request has a tree in this step; else its slot holds an earlier one."""
-        judged: np.ndarray = self._decoding & (self._counts.growth_forwards is not None)
-        return judged
-
-    def _pruned(self, report: Report, judged: np.ndarray) -> dict[str, int]:
-        offered = report.admitted
-        if self._weighs_trees:  # The scheduler chose one size for all trees.
-            offered = np.minimum(offered, self._counts.node_budget)
-        by_budget, by_scheduler = (
-            judged @ (report.grown - offered),
-            judged @ (offered - report.verified),
-        )
-        return {BUDGET: int(by_budget), SCHEDULER: int(by_scheduler)}
-
-    def _worth(self, report: Report, judged: np.ndarray) -> list[list[float]]:
+    def _worth(self, report: Report, plan: TreePlan) -> list[list[float]]:
         """Estimate what trees are worth by forwards and size; large batches are sampled."""
-        if self._plan is None or not self._weighs_trees:
-            return []
-        chances, needed = report.chances[judged], report.forwards[judged]
+        chances, needed = report.chances, report.forwards
         if not chances.size:
             return []
         stride = -(-len(chances) // MOST_SAMPLED)
-        forwards = self._plan.further_forwards
+        forwards = plan.further_forwards
         worth = worth_by_forwards(
             chances[::stride],
             # A block draft makes one forward, whatever growth expands.
             needed[::stride] * (forwards > 0),
             forwards,
-            node_buckets(self._plan.shape.node_budget),
+            node_buckets(plan.shape.node_budget),
         )
         return worth.tolist()  # type: ignore[no-any-return]  # sync: host memory
 
     def drafting(self, spent: dict[str, float]) -> list[tuple[int, int, float]]:
         """Return entries of ``drafted`` for a step that ``spent`` these seconds on its stages."""
         seconds = sum(spent.get(stage, 0.0) for stage in DRAFTING)
-        if not (seconds and self._decoding.all()):
+        if not (seconds and self._all_decode):
             return []
         # Without a draft model, look-up takes the place of one forward.
         return [(len(self._decoding), max(self._counts.draft_forwards, 1), seconds)]
@@ -150,7 +136,7 @@ class StepRecord:
     def compare(self, spent: dict[str, float]) -> tuple[float, float]:
         """Return an entry of ``compared`` for a step that ``spent`` these seconds on its stages."""
         requests = len(self._decoding)
-        if self._plain_steps is None or not requests or not self._decoding.all():
+        if self._plain_steps is None or not requests or not self._all_decode:
             return 0.0, 0.0
         on_target = spent.get("target", 0.0), spent.get("sample", 0.0)
         step = self._plain_steps.seconds(requests, self._context, self._rows, *on_target)

@@ -20,7 +20,6 @@ from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.budget.row_cost import RowCost
 
 FORWARDS, SIZES = 7, (0, 1, 2, 4, 8)
-VERIFIED: Any = ("a report",)
 
 
 class World:
@@ -82,7 +81,7 @@ class World:
         replaced, self.replaced = self.replaced, {}
         counts = WorkerCounts(
             [True] * self.requests,
-            VERIFIED if nodes else None,
+            verified=bool(nodes),
             worth=table.tolist(),
             growth_forwards=forwards if nodes else None,
             drafted=[(self.requests, 1 + forwards, self.forward * (1 + forwards))],
@@ -219,7 +218,9 @@ def test_steps_that_read_a_prompt_teach_a_scheduler_nothing(
     before = world.buckets[1], world.buckets.forwards
     for _ in range(50):
         world.now += 100.0
-        counts = WorkerCounts([True, False], VERIFIED, worth=[[9.0] * 5] * 8, growth_forwards=7)
+        counts = WorkerCounts(
+            [True, False], verified=True, worth=[[9.0] * 5] * 8, growth_forwards=7
+        )
         world.buckets.observe(counts, 500)
     assert (world.buckets[1], world.buckets.forwards) == before
 
@@ -235,7 +236,7 @@ def test_trees_that_no_forward_could_change_are_whole(
     for _ in range(100):
         world.now += 2.0
         counts = WorkerCounts(
-            [True], VERIFIED, worth=worth, growth_forwards=2, ended_early=ended_early,
+            [True], verified=True, worth=worth, growth_forwards=2, ended_early=ended_early,
             drafted=[(1, 3, 0.3)],
         )  # fmt: skip
         world.buckets.observe(counts, 9)

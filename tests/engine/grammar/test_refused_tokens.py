@@ -73,7 +73,7 @@ def ended(
     scheduler.kv_cache_manager = SimpleNamespace(cache_blocks=lambda *of: None)
     scheduler._grammars = TreeGrammars(manager)
     # Nothing is counted.
-    scheduler._counts, scheduler._rows, scheduler._tokens = None, {request.request_id: 0}, 0
+    scheduler._counts, scheduler._rows, scheduler._emitted = None, {request.request_id: 0}, {}
     asked = (
         scheduler._grammars if issubclass(kind, (TreeScheduler, AsyncTreeScheduler)) else manager
     )

@@ -39,7 +39,7 @@ def worker_counts(
     report.of_kind[:, DRAFT] = nodes - report.of_kind[:, LOOK_UP]
     report.expected[:], report.expected_of_kind[:] = report.at_depth / 4, report.of_kind / 4
     report.accepted_kinds[:] = LOOK_UP, DRAFT, BOTH
-    return WorkerCounts(decoding, report, **more)
+    return WorkerCounts(decoding, numbers, **more)
 
 
 class Counting(TreeCounting):
@@ -196,10 +196,10 @@ def test_the_counts_survive_vllms_stats_channel() -> None:
     before = dict(SchedulerStats.__annotations__)
     try:
         carry_tree_stats()
-        counts = worker_counts([5], [2], [1], pruned={"budget": 1})
+        counts = worker_counts([5], [2], [1], growth_forwards=0)
         stats = TreeSpecDecodingStats.of_step(8, counts)
         stats.observe_trees(counts, {0: 1})
-        stats.fall_back("logits_processors")
+        stats.fallbacks["logits_processors"] = 1
         sent = MsgpackEncoder().encode(SchedulerStats(spec_decoding_stats=stats))
         got = MsgpackDecoder(SchedulerStats).decode(sent).spec_decoding_stats
     finally:
