@@ -55,7 +55,7 @@ from dyntree_plugin.engine.step.clock import StageTimes
 from dyntree_plugin.engine.step.count import report
 from dyntree_plugin.engine.step.draft import Ranking
 from dyntree_plugin.engine.step.ops import Graphs, NoGraphs
-from dyntree_plugin.engine.step.requests import pack
+from dyntree_plugin.engine.step.requests import Packer
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.engine.step.verify import TreeVerifier
 from dyntree_plugin.engine.telemetry.step_record import CountedOutput, StepRecord, StepTimes
@@ -125,6 +125,7 @@ class TreeRunnerMixin(TreeStage):
         self._row_cost: RowCost | None = None
         self._row_cost_sent = False
         self._record = StepRecord()
+        self._pack = Packer()
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """Follow the context that vLLM fits to the memory, before there is a KV cache."""
@@ -195,10 +196,10 @@ class TreeRunnerMixin(TreeStage):
         return self.sampler.sampling_states
 
     def packed(self, batch: InputBatch) -> torch.Tensor:
-        """Return the requests of the step on the host, as `pack` makes them."""
+        """Return the requests of the step on the host, as `Packer` describes them."""
         if self.step.packed is None:
             longest = self.req_states.max_seq_len
-            self.step.packed = pack(batch, self._sampling_states(), longest)
+            self.step.packed = self._pack(batch, self._sampling_states(), longest)
         return self.step.packed
 
     def verify(
@@ -261,6 +262,8 @@ class TreeRunnerMixin(TreeStage):
             self.grammars.begin_step(new)
         if not new:
             return
+        # None is left from before a sleep, which may drop what was copied to the device.
+        self._pack.forget()
         slots = async_tensor_h2d(
             [self.req_states.req_id_to_index[each.req_id] for each in new],
             device=self.device,

@@ -33,7 +33,7 @@ class Steps(Protocol):
         ...
 
     def packed(self, batch: InputBatch) -> torch.Tensor:
-        """Return the requests of the step on the host, as `pack` makes them."""
+        """Return the requests of the step on the host, as `Packer` describes them."""
         ...
 
 

@@ -138,10 +138,16 @@ class TreeStage(AdapterRows):
         """Give rows of nodes their positions, and the batch a mask."""
         if batch.num_draft_tokens:
             self.clock.start("place")
-            prefill_len = self.req_states.prefill_len.gpu
             of_rows = batch.positions.clone() if self._uses_mrope else None
-            self.step.mask = place_nodes(batch, self.trees, prefill_len, self.ops)
+            self.step.mask = place_nodes(batch, self.place_rows)
             self.step.shift = None if of_rows is None else batch.positions - of_rows
+
+    def place_rows(
+        self, batch: InputBatch, *, all_trees: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do what `TreeOps.place` does for the trees of this stage."""
+        prefill_len = self.req_states.prefill_len.gpu
+        return self.ops.place(batch, self.trees, prefill_len, all_trees=all_trees)
 
     def _take_mask(self) -> TreeMask | None:
         """Give the mask to the target's attention, once."""

@@ -84,7 +84,7 @@ NOISY = _short(
     *(ask(n, "full", max_tokens=9, ignore_eos=True, temperature=1.5) for n in range(40, 46))
 )
 """Requests of which the head guesses some tokens, since it knows the noise."""
-CONTROLS = ("tree_moves", "stale_masks", "padding_is_alive", "without_kv_move")
+CONTROLS = ("tree_moves", "placing_rests", "stale_masks", "padding_is_alive", "without_kv_move")
 RUNS = {
     "mixed": Run(MIXED),
     "three": Run(BROKEN),
@@ -271,14 +271,15 @@ def test_an_adaptive_budget_verifies_trees(runs: Served) -> None:
 )
 def test_the_steps_were_replayed(budget: str, name: str, runs: Served) -> None:
     emulated = runs.emulated(budget)[name]
-    assert emulated.replays.keys() == {"target", "verification", "drafting"}
+    assert emulated.replays.keys() == {"target", "placing", "verification", "drafting"}
     assert min(emulated.replays.values()) >= len(emulated.result.seconds) / 3
 
 
-def test_a_decode_step_launches_one_kernel_outside_of_graphs_and_replays_few(runs: Served) -> None:
+def test_a_decode_step_launches_no_kernel_outside_of_graphs_and_replays_few(runs: Served) -> None:
     found = runs.emulated("fixed")["three"]
     verified = found.replays["verification"] / 2  # the walk, and what is learned
-    assert found.launches == {"_place": verified}
+    assert found.launches == {}
+    assert found.replays["placing"] == verified
     # The catch-up, all forwards, and the finish. The prompts have no graph of a catch-up, and the
     # last step grows no tree.
     assert found.replays["drafting"] == 3 * verified

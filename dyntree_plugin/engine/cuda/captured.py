@@ -14,10 +14,13 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
+from vllm.v1.worker.gpu.input_batch import InputBuffers
 
 from dyntree_kernels.contracts import Walked
+from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.cuda.captured_catch_up import CapturedCatchUp
 from dyntree_plugin.engine.cuda.captured_logits import CapturedLogits
+from dyntree_plugin.engine.cuda.captured_placing import CapturedPlacing
 from dyntree_plugin.engine.cuda.graph_memory import GraphMemory
 from dyntree_plugin.engine.cuda.graphs import Input, Record, RequestGraphs, Tensors, request_sizes
 from dyntree_plugin.engine.step.catch_up import CatchUp
@@ -25,6 +28,7 @@ from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager, Rank
 from dyntree_plugin.engine.step.ops import Player
 from dyntree_plugin.engine.step.records import Emitted, Learning
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
+from dyntree_plugin.engine.step.trees import PlacedTrees
 from dyntree_plugin.engine.step.verify import TreeVerifier
 from dyntree_plugin.tree.drafting import grow
 
@@ -55,6 +59,7 @@ class CapturedStages:
         self._hidden = hidden
         self._drafting: CapturedDrafting | None = None
         self._verification: CapturedVerification | None = None
+        self._placing: CapturedPlacing | None = None
         self._memory: GraphMemory | None = None
 
     @property
@@ -94,9 +99,26 @@ class CapturedStages:
             with self._recording() as record:
                 self._verification.capture(record)
 
-    def drop_verification(self) -> None:
-        """Forget graphs that move rows in a KV cache that is about to go."""
-        self._verification = None
+    def capture_placing(
+        self, trees: PlacedTrees, buffers: InputBuffers, masks: MaskBuffers, most: int
+    ) -> None:
+        """Capture batches of up to ``most`` requests, for drafting that is captured."""
+        if self._drafting is not None:
+            of_batch = self._drafting.packed, request_sizes(most), buffers
+            self._placing = CapturedPlacing(*of_batch, trees, masks)
+            with self._recording() as record:
+                self._placing.capture(record)
+
+    def drop_of_cache(self) -> None:
+        """Forget graphs that need a KV cache, or masks, that are about to go."""
+        self._verification = self._placing = None
+
+    def placing(self, packed: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Replay the placing of a batch of so many ``rows``, which are all of trees; return what
+        `TreeOps.place` does. None if it was not captured for this batch."""
+        if self._placing is None or self._placing(packed) is None:
+            return None
+        return self._placing.room(len(packed), rows)
 
     def verification(
         self, packed: torch.Tensor, sampled: torch.Tensor

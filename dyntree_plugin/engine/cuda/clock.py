@@ -46,8 +46,10 @@ class EventClock(Clock):
     ) -> None:
         self._make_event = make_event
         self._capturing = capturing
-        # Left alone, an event asks torch for the current stream, which costs more than recording.
+        # Left alone, an event asks torch for the current stream. That costs more than recording, as
+        # vLLM's function does, so it is asked once between two splits.
         self._stream = stream
+        self._recorded_on: Any = None
         # Events cost microseconds to make; those that were read are used again.
         self._free: deque[Event] = deque()
         self._marks: list[tuple[str | None, Event]] = []
@@ -77,8 +79,10 @@ class EventClock(Clock):
     def _mark(self) -> None:
         if self._capturing():
             return
+        if not self._marks:
+            self._recorded_on = self._stream()
         event = self._free.popleft() if self._free else self._make_event()
-        event.record(self._stream())
+        event.record(self._recorded_on)
         self._marks.append((self._running[-1] if self._running else None, event))
 
 

@@ -10,6 +10,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, graph_capture
 from vllm.logger import init_logger
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.states import RequestState
 
@@ -138,7 +139,7 @@ class TreeGPUModelRunner(GPUStage, TreeRunnerMixin):
         del kept
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        self.graphs.drop_verification()
+        self.graphs.drop_of_cache()
         super().initialize_kv_cache(*args, **kwargs)
 
     @torch.inference_mode()
@@ -155,7 +156,16 @@ class TreeGPUModelRunner(GPUStage, TreeRunnerMixin):
         if self.graphs.has_drafting:
             most = min(self.max_num_reqs, MOST_REQUESTS)
             self.graphs.capture_verification(self.verifier, most)
+            if self.ops.masks is not None:
+                masks = self.ops.masks
+                self.graphs.capture_placing(self.trees, self.input_buffers, masks, most)
         return taken
+
+    def place_rows(
+        self, batch: InputBatch, *, all_trees: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.graphs.placing(self.packed(batch), batch.num_tokens) if all_trees else None
+        return super().place_rows(batch, all_trees=all_trees) if found is None else found
 
     def warm_up_rare_kernels(self) -> None:
         super().warm_up_rare_kernels()

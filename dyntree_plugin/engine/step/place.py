@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_plugin.engine.attention.metadata import TreeMask
-from dyntree_plugin.engine.step.ops import TreeOps
 from dyntree_plugin.engine.step.trees import PlacedTrees
 
 
-def place_nodes(
-    batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor, ops: TreeOps
-) -> TreeMask:
+class PlaceRows(Protocol):
+    """Does what `place` does, wherever the trees are."""
+
+    def __call__(self, batch: InputBatch, *, all_trees: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """``all_trees``: whether every row of the batch is of a tree."""
+        ...
+
+
+def place_nodes(batch: InputBatch, place_rows: PlaceRows) -> TreeMask:
     """Turn the linear positions of a batch with drafts into those of tree nodes; make the mask."""
     drafts = batch.num_draft_tokens_per_req
     if drafts is None:
         raise RuntimeError("vLLM scheduled drafts without saying whose they are")
-    requests = slice(batch.num_reqs)
-    plain = (drafts == 0) | (batch.num_scheduled_tokens[requests] != drafts + 1)
-    plain |= batch.is_prefilling_np[requests]
     drafted = int(np.count_nonzero(drafts))
     if not drafts[:drafted].all():
         raise RuntimeError("vLLM's batch does not begin with the requests that have drafts")
-    has_plain = bool(plain.any())
-    placed = ops.place(batch, trees, prefill_len, all_trees=not has_plain)
-    return TreeMask(*placed, has_plain=has_plain, drafted=drafted)
+    requests = batch.num_reqs
+    # A request has at least its drafts and one more, so that none has other rows if the sums agree.
+    has_plain = drafted < requests or batch.num_tokens != batch.num_draft_tokens + requests
+    has_plain = has_plain or bool(batch.is_prefilling_np[:requests].any())
+    return TreeMask(
+        *place_rows(batch, all_trees=not has_plain), has_plain=has_plain, drafted=drafted
+    )
 
 
 def place(

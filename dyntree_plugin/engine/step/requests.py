@@ -21,15 +21,51 @@ PADDING = -1
 """In every column of a padding request."""
 
 
-def pack(batch: InputBatch, states: SamplingStates, longest: np.ndarray) -> torch.Tensor:
-    """Describe the R requests of a batch on the host, int64 [R, COLUMNS], for `Requests`.
+class Packer:
+    """Describes the R requests of a batch on the host, int64 [R, COLUMNS], for `Requests`.
 
-    ``longest`` int [slots]: the most tokens of each request's text.
+    Most decode steps have the same rows of the same requests as the one before. They get the same
+    array, which is neither packed again nor copied to the device again.
     """
-    requests = batch.num_reqs
-    slots, bounds = batch.idx_mapping_np[:requests], batch.cu_num_logits_np[: requests + 1]
+
+    def __init__(self) -> None:
+        self._last: tuple[list[bytes], torch.Tensor] | None = None
+
+    def forget(self) -> None:
+        """Pack the next requests whatever they are, and copy them to the device again."""
+        self._last = None
+
+    def __call__(
+        self, batch: InputBatch, states: SamplingStates, longest: np.ndarray
+    ) -> torch.Tensor:
+        """Describe the requests; ``longest`` int [slots]: the most tokens of each one's text."""
+        requests = batch.num_reqs
+        slots = batch.idx_mapping_np[:requests]
+        numbers = (
+            slots,
+            batch.cu_num_logits_np[: requests + 1],
+            batch.query_start_loc_np[1 : requests + 1],
+            batch.prefill_len_np[:requests],
+            states.temperature.np[slots],
+            states.seeds.np[slots],
+            longest[slots],
+        )
+        found = [each.tobytes() for each in numbers]
+        if self._last is None or self._last[0] != found:
+            self._last = found, _pack(*numbers)
+        return self._last[1]
+
+
+def _pack(
+    slots: np.ndarray,
+    bounds: np.ndarray,
+    ends: np.ndarray,
+    prefill_len: np.ndarray,
+    temperature: np.ndarray,
+    seeds: np.ndarray,
+    longest: np.ndarray,
+) -> torch.Tensor:
     num_logits = bounds[1:] - bounds[:-1]
-    temperature = states.temperature.np[slots]
     classes: Any = 0  # of greedy requests; to compute it would take as long as all the rest
     if temperature.any():
         classes = temperature_class(torch.from_numpy(temperature)).numpy()  # sync: host memory
@@ -37,14 +73,14 @@ def pack(batch: InputBatch, states: SamplingStates, longest: np.ndarray) -> torc
         slots,
         bounds[:-1],
         num_logits - 1,
-        batch.query_start_loc_np[1 : requests + 1] - num_logits,
-        batch.prefill_len_np[:requests],
+        ends - num_logits,
+        prefill_len,
         temperature.view(np.int32),
-        states.seeds.np[slots],
+        seeds,
         classes,
-        longest[slots],
+        longest,
     )
-    packed = np.empty((requests, COLUMNS), dtype=np.int64)
+    packed = np.empty((len(slots), COLUMNS), dtype=np.int64)
     for number, column in enumerate(columns):
         packed[:, number] = column
     return np_to_pinned_tensor(packed)
@@ -52,7 +88,7 @@ def pack(batch: InputBatch, states: SamplingStates, longest: np.ndarray) -> torc
 
 @dataclass(frozen=True)
 class Requests:
-    """R requests on the device: the columns of `pack`, [R] each, int64 but for the temperature.
+    """R requests on the device: the columns of `Packer`, [R] each, int64 but for the temperature.
 
     A column that has to be computed is computed when it is first read. The trees of padding
     requests are stored at ``spare``.

@@ -186,7 +186,7 @@ class TreeVerifier:
         every = logits.shape[0] == batch.num_tokens
         at = slice(batch.num_tokens) if every else batch.logits_indices
         positions, input_ids = batch.positions[at], batch.input_ids[at]
-        bound = batch.seq_lens_cpu_upper_bound.numpy()
+        bound = batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs]
         keep = self.reads_logits or (
             want_logprobs and self.sampler.logprobs_mode.startswith("processed")
         )
@@ -241,11 +241,17 @@ class TreeVerifier:
         )
 
 
+WHOLE = slice(None)
+
+
 def _chunks(bounds: np.ndarray, limit: int) -> Iterator[tuple[slice, slice]]:
     """Yield spans of requests, and of their rows: of ``limit`` rows at most, or of one request.
 
-    ``bounds`` [R + 1]: the requests' rows.
+    ``bounds`` [R + 1]: the requests' rows, from 0.
     """
+    if bounds[-1] <= limit:
+        yield WHOLE, WHOLE
+        return
     first = 0
     while first < len(bounds) - 1:
         fit = int(np.searchsorted(bounds, bounds[first] + limit, side="right")) - 1
@@ -255,5 +261,5 @@ def _chunks(bounds: np.ndarray, limit: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _part(whole: torch.Tensor, span: slice) -> torch.Tensor:
-    """Return a part of a tensor. A slice takes the host a microsecond, and most parts are all."""
-    return whole if len(whole) == span.stop - span.start else whole[span]
+    """Return a part of a tensor. A slice takes the host microseconds, and most parts are all."""
+    return whole if span is WHOLE else whole[span]

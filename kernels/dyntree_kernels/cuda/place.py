@@ -10,18 +10,16 @@ import triton.language as tl
 
 
 @triton.jit
-def _place(
-    POSITIONS, SLOTS, LOGITS_BOUNDS, ROWS_BOUNDS, SEQ_LENS, PREFILL_LENS, DEPTHS, ANCESTORS,
-    CTX_LENS, BITS, nodes, words, ROWS: tl.constexpr,
+def _place_tree(
+    slot, count, start, end, prefill_len,
+    POSITIONS, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, nodes, words, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Place the last ``count`` of the rows from ``start`` to ``end`` of this program's request."""
     request = tl.program_id(0)
-    slot = tl.load(SLOTS + request).to(tl.int64)
-    count = tl.load(LOGITS_BOUNDS + request + 1) - tl.load(LOGITS_BOUNDS + request)
-    start, end = tl.load(ROWS_BOUNDS + request), tl.load(ROWS_BOUNDS + request + 1)
     row = tl.arange(0, ROWS)
     inside, at = row < count, end - count + row
     # vLLM fills a request up with drafts that has one token of its prompt left: these are no tree.
-    has_tree = tl.load(POSITIONS + end - count) >= tl.load(PREFILL_LENS + slot)
+    has_tree = tl.load(POSITIONS + end - count, mask=count > 0, other=-1) >= prefill_len
 
     depth = tl.load(DEPTHS + slot * nodes + row - 1, mask=inside & (row > 0), other=0)
     position = tl.load(POSITIONS + at, mask=inside, other=0)
@@ -35,6 +33,35 @@ def _place(
     context = tl.load(SEQ_LENS + request) - count
     is_tree = has_tree & (count > 1) & (end - start == count)
     tl.store(CTX_LENS + request, tl.where(is_tree, context, -1))
+
+
+@triton.jit
+def _place(
+    POSITIONS, SLOTS, LOGITS_BOUNDS, ROWS_BOUNDS, SEQ_LENS, PREFILL_LENS, DEPTHS, ANCESTORS,
+    CTX_LENS, BITS, nodes, words, ROWS: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    slot = tl.load(SLOTS + request).to(tl.int64)
+    count = tl.load(LOGITS_BOUNDS + request + 1) - tl.load(LOGITS_BOUNDS + request)
+    start, end = tl.load(ROWS_BOUNDS + request), tl.load(ROWS_BOUNDS + request + 1)
+    _place_tree(
+        slot, count, start, end, tl.load(PREFILL_LENS + slot),
+        POSITIONS, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, nodes, words, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _place_packed(
+    POSITIONS, PACKED, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, columns, nodes, words,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Place requests whose rows are all of a tree; those of padding have none."""
+    packed = PACKED + tl.program_id(0) * columns
+    slot, count, root = tl.load(packed), tl.load(packed + 2) + 1, tl.load(packed + 3)
+    _place_tree(
+        slot, count, root, root + count, tl.load(packed + 4),
+        POSITIONS, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, nodes, words, ROWS,
+    )  # fmt: skip
 
 
 def place(
@@ -80,9 +107,32 @@ def place(
         ctx_lens = torch.empty(requests, dtype=torch.int32, device=positions.device)
         room = ctx_lens, torch.empty(num_rows, words, dtype=torch.int32, device=positions.device)
     if requests:
-        rows = triton.next_power_of_2(nodes + 1)
-        _place[(requests,)](
-            *arrays, *room, nodes, words, ROWS=rows,
-            num_warps=max(1, min(8, rows // 128)),
-        )  # fmt: skip
+        _place[(requests,)](*arrays, *room, nodes, words, **_shape(nodes))
     return room
+
+
+def place_packed(
+    positions: torch.Tensor,
+    packed: torch.Tensor,
+    seq_lens: torch.Tensor,
+    depths: torch.Tensor,
+    ancestors: torch.Tensor,
+    room: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Do what `place` does for a batch in which all rows are of trees, into ``room``.
+
+    ``packed``: as ``requests`` of `BatchRows`. Padding gets context length -1.
+
+    Raises:
+        ValueError: for arrays that are not dense.
+    """
+    arrays = (positions, packed, seq_lens, depths, ancestors)
+    if not all(array.is_contiguous() for array in arrays):
+        raise ValueError("the arrays of a batch and its trees must be dense")
+    (requests, columns), (nodes, words) = packed.shape, (depths.shape[1], ancestors.shape[2])
+    _place_packed[(requests,)](*arrays, *room, columns, nodes, words, **_shape(nodes))
+
+
+def _shape(nodes: int) -> dict[str, int]:
+    rows = triton.next_power_of_2(nodes + 1)
+    return {"ROWS": rows, "num_warps": max(1, min(8, rows // 128))}

@@ -103,14 +103,16 @@ class Capture:
 
 
 def _capturing() -> str:
-    """Return which stage is capturing: target, verification or drafting."""
+    """Return which stage is capturing: target, placing, verification or drafting."""
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedVerification
+    from dyntree_plugin.engine.cuda.captured_placing import CapturedPlacing
     from dyntree_plugin.engine.cuda.graph_memory import GraphMemory
 
     kinds = {
         CudaGraphManager: "target",
+        CapturedPlacing: "placing",
         CapturedVerification: "verification",
         CapturedDrafting: "drafting",
         GraphMemory: "drafting",

@@ -11,13 +11,26 @@ import torch
 from sabotage import verified_eagerly
 
 
+def placed_eagerly(runner: Any) -> Any:
+    """Place nodes without a graph while the result is entered."""
+    return mock.patch.object(runner.graphs, "_placing", None)
+
+
+@contextmanager
+def placing_rests(runner: Any) -> Iterator[None]:
+    """Leave the positions and the masks of nodes as the last batch without a graph left them."""
+    with mock.patch.object(runner.graphs._placing, "replay", return_value=()):
+        yield
+
+
 @contextmanager
 def tree_moves(runner: Any) -> Iterator[None]:
     """Move the trees' ancestors to another address after drafting was captured."""
     trees = runner.trees
     captured, trees.ancestors = trees.ancestors, trees.ancestors.clone()
     try:
-        yield
+        with placed_eagerly(runner):
+            yield
     finally:
         trees.ancestors = captured
 
@@ -37,7 +50,7 @@ def stale_masks(runner: Any) -> Iterator[None]:
 
     # Masks that lie in the buffers already would not be another batch's.
     elsewhere = mock.patch.object(runner.ops, "masks", None)
-    with elsewhere, mock.patch.object(MaskBuffers, "fill", fill):
+    with elsewhere, placed_eagerly(runner), mock.patch.object(MaskBuffers, "fill", fill):
         yield
 
 

@@ -136,3 +136,17 @@ def test_nothing_is_marked_while_a_graph_is_captured(clock: EventClock, device: 
     device.capturing = False
     assert spent(clock.split()) == {}
     assert device.events == 0
+
+
+def test_a_step_is_recorded_on_the_stream_that_is_current_when_it_begins(device: Device) -> None:
+    recorded: list[object] = []
+
+    class On(Event):
+        def record(self, stream: object) -> None:
+            recorded.append(stream)
+
+    clock = EventClock(lambda: On(device), lambda: False, iter("ab").__next__)
+    for _ in range(2):
+        step(clock, device)
+    half = len(recorded) // 2
+    assert recorded == ["a"] * half + ["b"] * half

@@ -8,7 +8,7 @@ from paged_cases import DEVICE
 from tree_shapes import random_tree
 
 from dyntree_kernels.ancestors import ancestor_bits
-from dyntree_kernels.cuda.place import place
+from dyntree_kernels.cuda.place import place, place_packed
 
 SLOTS = [4, 0, 2, 5, 1, 6, 3]
 LOGITS = [5, 1, 1, 9, 3, 6, 6]
@@ -63,6 +63,34 @@ def test_nodes_get_their_depth_and_see_their_ancestors(nodes: int) -> None:
     assert ctx_lens.tolist() == [40, -1, -1, 100, -1, -1, -1]
 
 
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("nodes", [NODES, 33])
+def test_packed_requests_are_placed_as_others_are(nodes: int, padding: int) -> None:
+    """The last of three requests is in its prompt, as one that vLLM fills up with drafts."""
+    depths, ancestors = (array.to(DEVICE) for array in stored(nodes))
+    slots, rows, contexts, prompts = [4, 0, 2], [5, 2, 9], [40, 7, 20], [40, 5, 21]
+    starts = bounds(rows)[:-1].tolist()
+    every = zip(slots, starts, rows, starts, prompts, strict=True)
+    packed = [[slot, at, count - 1, root, prompt] for slot, at, count, root, prompt in every]
+    packed += [[-1] * 5] * padding
+    prefill_lens = torch.zeros(7, dtype=torch.int32)
+    prefill_lens[slots] = torch.tensor(prompts).int()
+    positions = torch.cat([torch.arange(c, c + n) for c, n in zip(contexts, rows, strict=True)])
+    seq_lens = (torch.tensor(contexts) + torch.tensor(rows)).int()
+    given = positions, torch.tensor(slots), bounds(rows), bounds(rows), seq_lens, prefill_lens
+    one, *others = (array.clone().to(DEVICE) for array in given)
+    ctx_lens, bits = place(one, *others, depths, ancestors, num_rows=sum(rows))
+
+    other = positions.to(DEVICE)
+    lens = torch.cat((seq_lens, seq_lens.new_full((padding,), 9))).to(DEVICE)
+    room = torch.full_like(lens, 7), torch.full_like(bits, 7)
+    requests = torch.tensor(packed).to(DEVICE)
+    place_packed(other, requests, lens, depths, ancestors, room)
+    assert torch.equal(other, one)
+    assert room[0].tolist() == [*ctx_lens.tolist(), *[-1] * padding] == [40, 7, -1] + [-1] * padding
+    assert torch.equal(room[1], bits)
+
+
 def test_arrays_that_are_not_dense_are_refused() -> None:
     depths, ancestors = (array.to(DEVICE) for array in stored(NODES))
     two = torch.zeros(2, dtype=torch.int32, device=DEVICE)
@@ -70,3 +98,5 @@ def test_arrays_that_are_not_dense_are_refused() -> None:
     positions = torch.zeros(4, dtype=torch.int64, device=DEVICE)[::2]
     with pytest.raises(ValueError, match="dense"):
         place(positions, one, two, two, one, two, depths, ancestors, 2)
+    with pytest.raises(ValueError, match="dense"):
+        place_packed(positions, two.view(1, 2).long(), one, depths, ancestors, (one, two))
