@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -32,7 +30,6 @@ from dyntree_plugin.engine.cuda.graphs import Call, Record, Replay, Tensors
 from dyntree_plugin.engine.layer_kinds import Accepted, Keeper, Move
 from dyntree_plugin.engine.runner import TreeRunnerMixin
 from dyntree_plugin.engine.speculator import TreeProposals
-from dyntree_plugin.engine.stage import TreeStage
 from dyntree_plugin.engine.step.clock import StageClock
 from dyntree_plugin.engine.step.records import Drafted, Emitted, Step
 from dyntree_plugin.engine.step.requests import Packer, Requests
@@ -218,44 +215,6 @@ def test_a_batch_is_packed_once_in_a_step_and_anew_in_each() -> None:
         first = runner.packed(batch_of(requests))
         assert torch.equal(first, packed(requests))
         assert runner.packed(batch_of(requests)) is first
-
-
-def test_requests_are_packed_anew_if_any_number_of_theirs_is_another() -> None:
-    of_batch = ("idx_mapping_np", "cu_num_logits_np", "query_start_loc_np", "prefill_len_np")
-    batch, states, longest = batch_of(3), deepcopy(STATES), LONGEST.copy()
-    pack = Packer()
-    numbers = [getattr(batch, name) for name in of_batch]
-    numbers += [states.temperature.np, states.seeds.np, longest]
-    for array in numbers:
-        before = pack(batch, states, longest)
-        assert pack(batch, states, longest) is before
-        at = batch.idx_mapping_np[2] if len(array) == SLOTS else 2
-        array[at] += 1
-        after = pack(batch, states, longest)
-        assert not torch.equal(after, before)
-        assert torch.equal(after, Packer()(batch, states, longest))
-    pack.forget()
-    again = pack(batch, states, longest)
-    assert again is not after
-    assert torch.equal(again, after)
-
-
-def test_new_requests_are_packed_and_copied_whatever_was_there_before() -> None:
-    """A sleep may drop what was copied to the device; only new requests follow it."""
-    runner = runner_of(None)
-    runner.grammars, runner.device = None, torch.device("cpu")
-    runner.trees = SimpleNamespace(clear=lambda slots: None)
-    runner.req_states.req_id_to_index = {"a": 0}
-    packed = []
-    for new in ([], [SimpleNamespace(req_id="a")], []):
-        with mock.patch.object(TreeStage, "add_requests"):
-            runner.add_requests(SimpleNamespace(scheduled_new_reqs=new))
-        runner.step = Step()
-        packed.append(runner.packed(batch_of(2)))
-    first, second, third = packed
-    assert torch.equal(second, first)
-    assert second is not first
-    assert third is second
 
 
 @pytest.mark.parametrize("captured", [False, True])

@@ -230,8 +230,10 @@ def test_graphs_that_the_profile_does_not_capture_are_counted(
         stages=[graphs], capture=lambda record, hidden: graphs.capture(record)
     )
     verified: list[int] = []
+    placed: list[int] = []
     captured: Any = CapturedStages(lambda _: drafting, lambda: nullcontext(record))
     captured.capture_verification = lambda _, most: verified.append(most)
+    captured.capture_placing = lambda *arrays_and_most: placed.append(arrays_and_most[-1])
     captured.prepare(object())
 
     def stock(runner: Any, profile_only: bool = False) -> int:
@@ -241,9 +243,10 @@ def test_graphs_that_the_profile_does_not_capture_are_counted(
     monkeypatch.setattr(of_cuda, "free_memory", lambda: -100 * len(sizes))
     monkeypatch.setattr(GPUModelRunner, "capture_model", stock)
     runner: Any = object.__new__(of_cuda.TreeGPUModelRunner)
-    vars(runner).update(graphs=captured, max_num_reqs=8, verifier=None)
+    vars(runner).update(graphs=captured, max_num_reqs=8, verifier=None, trees=None)
+    vars(runner).update(input_buffers=None, ops=SimpleNamespace(masks="masks"))
     estimate = runner.capture_model(profile_only=True)
-    assert (sizes, verified) == ([8, 4], [])
+    assert (sizes, verified, placed) == ([8, 4], [], [])
     sizes.clear()
     assert runner.capture_model() == estimate == 400
-    assert (sizes, verified) == ([8, 4, 2, 1], [8])
+    assert (sizes, verified, placed) == ([8, 4, 2, 1], [8], [8])
