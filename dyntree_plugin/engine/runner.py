@@ -262,8 +262,6 @@ class TreeRunnerMixin(TreeStage):
             self.grammars.begin_step(new)
         if not new:
             return
-        # None is left from before a sleep, which may drop what was copied to the device.
-        self._pack.forget()
         slots = async_tensor_h2d(
             [self.req_states.req_id_to_index[each.req_id] for each in new],
             device=self.device,

@@ -178,8 +178,8 @@ class TreeCounting(Scheduler):
         **kwargs: Any,
     ) -> tuple[list[int], bool]:
         """Give the request its tokens up to the first that its grammar refuses, by ``take``."""
-        # Such as one that a thinking budget forces. What a tree had accepted after it must neither
-        # be emitted nor stop the request.
+        # A thinking budget, for example, forces such a token. What a tree had accepted after it
+        # must neither be emitted nor stop the request.
         stopped = False
         for at, token in enumerate(new_token_ids):
             _, stopped = take(request, [token], *args, **kwargs)

@@ -257,7 +257,7 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
     [
         (attention._reduce_splits, {"H": 8, "G": 4, "D": 128, "DP": 128, "SPLITS": 4, "BH": 8}),
         (kv_move._move, {"PAGE": 16, "ALIGN": 16, "ROWS": kv_move._ROWS, "WORDS": 128}),
-        (place._place, {"ROWS": 64}),
+        *((kernel, {"ROWS": 64}) for kernel in (place._place, place._place_packed)),
         *((draft_rows._chain, {"ROWS": 64, "SHIFT": shift}) for shift in SHIFTS),
         *((draft_rows._begin, {"COLUMNS": 512, "SHIFT": shift}) for shift in SHIFTS),
         (learn._learn, {"STEPS": 2, "DEPTH": 8, "RB": 64, "NP": 16}),

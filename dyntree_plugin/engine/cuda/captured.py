@@ -1,10 +1,10 @@
 """Stages of a step as CUDA graphs, one for each of a few numbers of requests.
 
 vLLM runs its draft models without graphs. A decode step needs nothing of the host but the
-requests' rows and the number of draft forwards, so verification, the catch-up, runs of forwards and
-every finished tree are a graph each. The first run begins with the roots and look-up, which have a
-separate graph for steps without a forward. What passes from one graph to the next lies at fixed
-addresses.
+requests' rows and the number of draft forwards, so placing, verification, the catch-up, runs of
+forwards and every finished tree are a graph each. The first run begins with the roots and look-up,
+which have a separate graph for steps without a forward. What passes from one graph to the next lies
+at fixed addresses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def packed_input(most: int, device: torch.device) -> Input:
 
 
 class CapturedStages:
-    """`Graphs` of verification and drafting; what was not captured runs eagerly."""
+    """`Graphs` of placing, verification and drafting; what was not captured runs eagerly."""
 
     def __init__(
         self,

@@ -34,8 +34,9 @@ def cuda_event() -> Event:
 class EventClock(Clock):
     """Marks where stages begin in the device's stream, and reads the times when they are done.
 
-    Marks are events on the current stream; none is recorded while a graph is captured. The time
-    between two marks includes time in which the device waits for the host.
+    Marks are events on the stream that is current at the first one after a split; none is recorded
+    while a graph is captured. The time between two marks includes time in which the device waits
+    for the host.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ def place_nodes(batch: InputBatch, place_rows: PlaceRows) -> TreeMask:
     if not drafts[:drafted].all():
         raise RuntimeError("vLLM's batch does not begin with the requests that have drafts")
     requests = batch.num_reqs
-    # A request has at least its drafts and one more, so that none has other rows if the sums agree.
+    # A request has at least its drafts' rows and one more: none has others if the sums agree.
     has_plain = drafted < requests or batch.num_tokens != batch.num_draft_tokens + requests
     has_plain = has_plain or bool(batch.is_prefilling_np[:requests].any())
     return TreeMask(

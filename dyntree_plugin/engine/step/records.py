@@ -24,10 +24,10 @@ class Step:
     without a limit. ``mask`` (place): which rows the target's rows see; None without trees.
     ``shift`` (place) int64 [T]: what placing added to the rows' positions; None without trees, and
     for targets whose positions are single numbers.
-    ``packed`` (verify, or draft where nothing is verified): the batch's requests, as `pack` makes
-    them. ``verified`` (verify): the accepted paths; None if no request had drafts.
-    ``learning`` (verify): what drafting calls first; None if nothing is learned. ``drafted``
-    (draft): the next trees.
+    ``packed`` (the first of place, verify and draft that reads it): the batch's requests, as
+    `Packer` describes them. ``verified`` (verify): the accepted paths; None if no request had
+    drafts. ``learning`` (verify): what drafting calls first; None if nothing is learned.
+    ``drafted`` (draft): the next trees.
     """
 
     most_forwards: int | None = None

@@ -31,10 +31,6 @@ class Packer:
     def __init__(self) -> None:
         self._last: tuple[list[bytes], torch.Tensor] | None = None
 
-    def forget(self) -> None:
-        """Pack the next requests whatever they are, and copy them to the device again."""
-        self._last = None
-
     def __call__(
         self, batch: InputBatch, states: SamplingStates, longest: np.ndarray
     ) -> torch.Tensor:

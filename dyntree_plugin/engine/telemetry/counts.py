@@ -20,11 +20,11 @@ class WorkerCounts:
 
     ``decoding``: for each request of the batch, whether its prompt was complete before the step.
     ``report``: columns of `Report` on the trees, without chances and forwards; None without trees.
-    If the scheduler chose one size for all, no tree was admitted more nodes. ``verified``: the
-    trees were verified. ``replaced``: how often the weights of a model were replaced before the
-    step. ``stage_seconds``: seconds by stage of the steps that the device has finished since the
-    last counts. ``compared``: for each of these steps, in order, its seconds, and the target's
-    without trees for one token of one request; both 0 if there is no estimate, or not every request
+    If the scheduler chose one size for all, ``admitted`` is at most that. ``verified``: the trees
+    were verified. ``replaced``: how often the weights of a model were replaced before the step.
+    ``stage_seconds``: seconds by stage of the steps that the device has finished since the last
+    counts. ``compared``: for each of these steps, in order, its seconds, and the target's without
+    trees for one token of one request; both 0 if there is no estimate, or not every request
     decoded.
 
     The scheduler chooses an adaptive budget from the rest. ``worth``: `worth_by_forwards` of the

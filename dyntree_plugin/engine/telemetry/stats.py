@@ -26,7 +26,8 @@ class TreeSpecDecodingStats(SpecDecodingStats):
     ``accepted_by_source``, ``estimated_by_source``: the same by source. Accepted nodes are those
     that were delivered: of a step's tokens, all but one. ``paths``: for requests with stop strings,
     indices in `SOURCES` of their accepted nodes. ``fallbacks``: requests with a chain or no tree,
-    by reason. ``grammar_seconds``: time of filling bitmasks. ``compared``: seconds of a step with
+    by reason. ``pruned``: nodes that were grown and not verified, by reason.
+    ``grammar_seconds``: time of filling bitmasks. ``compared``: seconds of a step with
     trees, and the target's without trees for the delivered tokens. The rest is as in WorkerCounts.
     """
 
@@ -72,7 +73,7 @@ class TreeSpecDecodingStats(SpecDecodingStats):
         if counts.report is None:
             self.tree_nodes, self.tree_depths = [0] * len(accepted), [0] * len(accepted)
             return
-        # Every step counts, and each call of numpy's takes the host microseconds: so there are few.
+        # This runs in every step, and each call of numpy's takes the host microseconds.
         columns = counts.report[[*accepted]]
         total, at = columns.sum(axis=0).tolist(), report_places(columns.shape[1])  # sync: host
         largest = columns[:, [at.verified, at.deepest]].astype(int)

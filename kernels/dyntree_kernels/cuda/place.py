@@ -52,14 +52,14 @@ def _place(
 
 @triton.jit
 def _place_packed(
-    POSITIONS, PACKED, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, columns, nodes, words,
+    POSITIONS, REQUESTS, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, columns, nodes, words,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Place requests whose rows are all of a tree; those of padding have none."""
-    packed = PACKED + tl.program_id(0) * columns
-    slot, count, root = tl.load(packed), tl.load(packed + 2) + 1, tl.load(packed + 3)
+    own = REQUESTS + tl.program_id(0) * columns
+    slot, count, root = tl.load(own), tl.load(own + 2) + 1, tl.load(own + 3)
     _place_tree(
-        slot, count, root, root + count, tl.load(packed + 4),
+        slot, count, root, root + count, tl.load(own + 4),
         POSITIONS, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, nodes, words, ROWS,
     )  # fmt: skip
 

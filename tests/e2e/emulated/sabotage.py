@@ -25,7 +25,7 @@ def placing_rests(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def tree_moves(runner: Any) -> Iterator[None]:
-    """Move the trees' ancestors to another address after drafting was captured."""
+    """Place from another address of the trees' ancestors than captured drafting writes to."""
     trees = runner.trees
     captured, trees.ancestors = trees.ancestors, trees.ancestors.clone()
     try:

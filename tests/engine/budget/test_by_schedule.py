@@ -225,23 +225,23 @@ def test_steps_that_read_a_prompt_teach_a_scheduler_nothing(
     assert (world.buckets[1], world.buckets.forwards) == before
 
 
-@pytest.mark.parametrize("ended_early", [True, False])
+@pytest.mark.parametrize(("ended_early", "verified"), [(True, True), (False, True), (True, False)])
 def test_trees_that_no_forward_could_change_are_whole(
-    ended_early: bool, monkeypatch: pytest.MonkeyPatch
+    ended_early: bool, verified: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafting ends where look-up and few forwards fill the trees. Control: without knowing that,
-    the budget waits for trees of every forward, and chooses nothing."""
+    or if no tree was verified, the budget waits for trees of every forward, and chooses nothing."""
     world = World(monkeypatch)
     worth = [[0.0, 0.9, 1.5, 1.7, 1.8]] * (1 + FORWARDS)
     for _ in range(100):
         world.now += 2.0
         counts = WorkerCounts(
-            [True], verified=True, worth=worth, growth_forwards=2, ended_early=ended_early,
+            [True], verified=verified, worth=worth, growth_forwards=2, ended_early=ended_early,
             drafted=[(1, 3, 0.3)],
         )  # fmt: skip
         world.buckets.observe(counts, 9)
     world.buckets[1]
-    assert world.buckets.forwards == (0 if ended_early else FORWARDS)
+    assert world.buckets.forwards == (0 if ended_early and verified else FORWARDS)
 
 
 def test_steps_note_what_trees_were_worth_where_the_scheduler_needs_it() -> None:

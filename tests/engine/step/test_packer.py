@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 
-from dyntree_plugin.engine.runner import TreeRunnerMixin
-from dyntree_plugin.engine.stage import TreeStage
-from dyntree_plugin.engine.step.records import Step
 from dyntree_plugin.engine.step.requests import Packer
 
 
@@ -46,22 +42,3 @@ def test_requests_are_packed_anew_if_any_number_of_theirs_is_another() -> None:
         assert not torch.equal(after, before)
         assert torch.equal(after, Packer()(of_batch, of_slots, longest))
         array[1] -= 1
-
-
-def test_new_requests_are_packed_and_copied_whatever_was_there_before() -> None:
-    """A sleep may drop what was copied to the device, and only new requests follow it."""
-    runner: Any = object.__new__(TreeRunnerMixin)
-    runner.sampler = SimpleNamespace(sampling_states=states())
-    runner.req_states = SimpleNamespace(max_seq_len=np.arange(5), req_id_to_index={"a": 0})
-    runner.trees = SimpleNamespace(clear=lambda slots: None)
-    runner.grammars, runner.device, runner._pack = None, torch.device("cpu"), Packer()
-    packed = []
-    for new in ([], [SimpleNamespace(req_id="a")], []):
-        with mock.patch.object(TreeStage, "add_requests"):
-            runner.add_requests(SimpleNamespace(scheduled_new_reqs=new))
-        runner.step = Step()
-        packed.append(runner.packed(batch()))
-    first, second, third = packed
-    assert torch.equal(second, first)
-    assert second is not first
-    assert third is second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +106,8 @@ def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
     assert found.moved.tolist() == [3, 0]
     # Of 20 candidates, 7 were kept, and one of these was not scheduled.
     assert pruned(counts) == {"budget": 13, "scheduler": 1}
+    # Without forwards that grew trees for this step, the slots hold earlier ones.
+    assert pruned(replace(counts, growth_forwards=None)) == {}
 
 
 def test_new_weights_are_told_with_the_next_step_and_values_start_anew() -> None:
