@@ -1,6 +1,7 @@
 """FlashInfer's XQA in plain torch: the arguments of its 0.7.2, and masks as its kernel reads them.
 
-`applyMaskFromInput` and `kernel_mha_impl` (xqa/mha.cu) say how.
+`applyMaskFromInput`, `kernel_mha_impl` and `launchMHAFlashInfer` (xqa/mha.cu) say how, and what
+room it needs.
 """
 
 from __future__ import annotations
@@ -51,6 +52,15 @@ def xqa(
     assert all(each.is_contiguous() for each in (q, output, mask, page_table))
     assert k_cache.stride() == v_cache.stride()
     assert k_cache.shape[1:3] == (page_size, num_kv_heads)
+    assert sm_count is not None
+    tiles = len(seq_lens) * num_kv_heads * -(-q_seq_len * (q.shape[1] // num_kv_heads) // 32)
+    longest = page_table.shape[1] * page_size
+    sharing = min(sm_count // (len(seq_lens) * num_kv_heads), -(-longest // 256))
+    if sharing > 1:  # Programs leave maxima and sums, and outputs from a multiple of their size on.
+        programs, of_one = tiles * sharing, 32 * q.shape[2] * q.itemsize
+        before = -(-programs * 2 * 32 * 4 // of_one) * of_one
+        assert before + programs * of_one <= workspace_buffer.numel()
+        assert 4 * tiles <= semaphores.numel()
     memory, of_row = mask.flatten().int(), 2 * -(-q_seq_len // 32)
     for r, length in enumerate(seq_lens.flatten().tolist()):
         first, last = q_cu_seq_lens[r : r + 2].tolist()

@@ -101,7 +101,8 @@ class XqaTreeAttention:
         # Programs share a context only as long as there are processors for all requests and heads.
         programs = processors * -(-_BITS * words * module.group // _TILE)
         partial = _TILE * (module.head_size * module.dtype.itemsize + 2 * torch.float32.itemsize)
-        self._workspace = torch.empty(programs * partial, dtype=torch.uint8, device=device)
+        # One more, since the outputs begin at a multiple of their size.
+        self._workspace = torch.empty((programs + 1) * partial, dtype=torch.uint8, device=device)
         # XQA leaves the counters at zero.
         self._counters = torch.zeros(programs * 4, dtype=torch.uint8, device=device)
 

@@ -69,6 +69,10 @@ def test_trees_of_all_sizes_share_a_module(nodes: int) -> None:
     check(paged(tree_batch(nodes, 2), [20, 700]))
 
 
+def test_programs_that_share_a_context_have_room() -> None:
+    check(paged(tree_batch(32), [700]))
+
+
 def test_queries_may_lie_apart() -> None:
     case = paged(tree_batch(9), [20])
     case.q = torch.cat([case.q, case.q], dim=1)[:, : GROUP * KV_HEADS]
