@@ -147,7 +147,8 @@ def build(module: Module, report: Callable[[str], None]) -> float:
 
     def compile_module() -> None:
         try:
-            spec.build(verbose=False)
+            # Ranks of an engine begin at once.
+            spec.build(verbose=False, need_lock=True)
         except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
             failure.append(error)
 
