@@ -21,8 +21,7 @@ def test_tokens_differ_by_rounding_alone(tmp_path: Path, tell: Callable[[str], N
     """Control: without commits more of them differ."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    common = {
-        "model": str(qwen3_next_of_8_layers(tmp_path)),
+    common = qwen3_next_of_8_layers(tmp_path) | {
         "dtype": "bfloat16",
         "enforce_eager": False,
         "kv_cache_memory_bytes": 2 << 30,

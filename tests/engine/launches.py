@@ -184,15 +184,13 @@ def speculation(head: bool) -> dict[str, str]:
 
 
 def of_hybrid() -> dict[str, Any]:
-    """Return the target and what drafts for it."""
+    """Return what an engine takes of the target, and what drafts for it."""
     from random_targets import qwen3_next_of_8_layers
 
     folder = Path(tempfile.mkdtemp(prefix="dyntree-hybrid-"))
-    model = str(qwen3_next_of_8_layers(folder))
-    return {
-        "model": model,
-        "speculative_config": {"method": "mtp", "model": model, "num_speculative_tokens": 16},
-    }
+    target = qwen3_next_of_8_layers(folder)
+    speculation = {"method": "mtp", "model": target["model"], "num_speculative_tokens": 16}
+    return target | {"speculative_config": speculation}
 
 
 def main(config: dict[str, Any]) -> None:
