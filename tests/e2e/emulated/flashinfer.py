@@ -106,8 +106,11 @@ class Wrapper:
 class DecodeWrapper(Wrapper):
     """Is planned for requests with rows that are not read, since trees' kernel overwrites them."""
 
-    def plan(self, **_: Any) -> None:
-        pass
+    def plan(
+        self, *, sm_scale: float, window_left: int, logits_soft_cap: float | None, **_: Any
+    ) -> None:
+        self._sm_scale, self._window_left = sm_scale, window_left
+        self._logits_soft_cap = logits_soft_cap or 0.0
 
     def run(self, q: torch.Tensor, cache: Pair, *, out: torch.Tensor, **_: Any) -> None:
         out.fill_(float("nan"))
