@@ -4,6 +4,7 @@
 #   PYTHON   the Python to use; else .venv's, else python3
 #   OUT      where results go; else benchmarks/results
 #   LIMIT    seconds that all of it may take; 470
+#   CHECKS   0 to measure alone, after a run whose checks have passed
 #   FLASH_ATTENTION   module of flash_attn_varlen_func; else vLLM's where it is installed
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -33,17 +34,21 @@ if has flashinfer; then
     wait
 fi
 
-echo "== correctness"
-# Most of the time is Triton's, which compiles on one core.
-workers=()
-if has xdist; then workers=(-n $(($(nproc) < 16 ? ($(nproc) + 1) / 2 : 8)) --dist load); fi
-# Without the project's addopts: they are strict about options of plugins that may be missing here. A
-# file that cannot be imported leaves the others their turn, and on SIGINT pytest writes what it knows.
-timeout -s INT -k 20 220 "$python" -m pytest -q -o addopts= -p no:cacheprovider "${workers[@]}" \
-    --continue-on-collection-errors --junitxml "$out/kernels-checks.xml" \
-    tests/kernels/device/check_*.py tests/kernels/test_xformers_attention.py 2>&1 |
-    tee "$out/kernels-checks.txt" | tail -40
-checks=${PIPESTATUS[0]}
+checks=0
+if [[ ${CHECKS:-1} != 0 ]]; then
+    echo "== correctness"
+    # Most of the time is Triton's, which compiles on one core.
+    workers=()
+    if has xdist; then workers=(-n $(($(nproc) < 16 ? ($(nproc) + 1) / 2 : 8)) --dist load); fi
+    # Without the project's addopts: they are strict about options of plugins that may be missing here.
+    # A file that cannot be imported leaves the others their turn, and on SIGINT pytest writes what it
+    # knows.
+    timeout -s INT -k 20 220 "$python" -m pytest -q -o addopts= -p no:cacheprovider "${workers[@]}" \
+        --continue-on-collection-errors --junitxml "$out/kernels-checks.xml" \
+        tests/kernels/device/check_*.py tests/kernels/test_xformers_attention.py 2>&1 |
+        tee "$out/kernels-checks.txt" | tail -40
+    checks=${PIPESTATUS[0]}
+fi
 
 echo "== times"
 left=$((limit - SECONDS)) # the parts after the shapes take about 80 s
