@@ -193,7 +193,7 @@ def _reduce_splits(
     real = head < H * G
     d = tl.arange(0, DP)
     at = (head // G).to(tl.int64) * packed_rows + token * G + head % G
-    step = packed_rows.to(tl.int64) * H
+    step = tl.cast(packed_rows, tl.int64) * H  # a constant if it is 1
     m = tl.full([BH], float("-inf"), tl.float32)
     for split in range(SPLITS):
         m = tl.maximum(m, tl.load(PARTIAL_M + at + split * step, mask=real, other=float("-inf")))
