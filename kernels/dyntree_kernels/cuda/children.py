@@ -21,7 +21,7 @@ def warps_for(elements: int) -> int:
 
     Synchronising warps costs more than a few more elements per thread.
     """
-    return max(1, min(8, elements // 256))
+    return max(1, min(8, int(triton.next_power_of_2(elements)) // 256))
 
 
 @triton.jit
