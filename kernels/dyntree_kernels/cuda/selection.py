@@ -43,7 +43,7 @@ def _drop(SELECTED, CTX, INDPTR, BITS, s_selected, count, words, BLOCK: tl.const
         column = tl.load(selected + at, mask=at < count, other=-1) - context
         earlier = (column >= 0) & (column < row)
         bits = tl.load(BITS + token * words + column // 32, mask=earlier, other=0)
-        tl.store(selected + at, -1, mask=earlier & ((bits >> column % 32) & 1 == 0))
+        tl.store(selected + at, -1, mask=earlier & ((bits >> (column & 31)) & 1 == 0))
 
 
 @dataclass(frozen=True)
