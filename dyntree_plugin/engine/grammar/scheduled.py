@@ -31,6 +31,7 @@ class TreeGrammars:
 
     def __init__(self, manager: StructuredOutputManager) -> None:
         self._manager = manager
+        self._rows = _rows_of_each(manager)
         self._parents: dict[str, list[int]] = {}
         self._bitmask: torch.Tensor | None = None
         self._seconds: list[float] = []
@@ -61,19 +62,21 @@ class TreeGrammars:
         structured_output_request_ids: list[str],
         scheduled_spec_decode_tokens: dict[str, list[int]],
     ) -> npt.NDArray[np.int32] | None:
-        """Return the masks of the requests in turn: of the root, then of every scheduled draft."""
+        """Return the masks of the requests in turn: of the root, then of every scheduled draft, and
+        of more rows where vLLM reads as many of each request."""
         if not structured_output_request_ids:
             return None
         began = time.perf_counter()
         drafts = [scheduled_spec_decode_tokens.get(i, []) for i in structured_output_request_ids]
-        bitmask = self._room(sum(1 + len(each) for each in drafts))
-        first = 0
-        for request_id, tokens in zip(structured_output_request_ids, drafts, strict=True):
+        sizes = [self._rows or 1 + len(each) for each in drafts]
+        bitmask, first = self._room(sum(sizes)), 0
+        for request_id, tokens, rows in zip(
+            structured_output_request_ids, drafts, sizes, strict=True
+        ):
             tree = self._tree(request_id, tokens)
             self._fill(requests[request_id], tree, bitmask, first)
-            end = first + 1 + len(tokens)
-            bitmask[first + 1 + len(tree.parents) : end] = ANY  # of padding
-            first = end
+            bitmask[first + 1 + len(tree.parents) : first + rows] = ANY  # of padding
+            first += rows
         self._seconds.append(time.perf_counter() - began)
         return bitmask.numpy()  # sync: host memory
 
@@ -109,7 +112,10 @@ class TreeGrammars:
             raise RuntimeError(f"request {request.request_id} has no structured output")
         grammar: Any = structured.grammar
         starts = functools.partial(self._manager._get_constraint_bounds, request)
-        TreeWalk(request.request_id, grammar, bitmask, first, starts).fill(tree)
+        # Since 0.33, some tokens may not end a request's reasoning.
+        forbidden = getattr(self._manager, "_masked_reasoning_ends", None)
+        before = forbidden and functools.partial(forbidden, request)
+        TreeWalk(request.request_id, grammar, bitmask, first, starts, before).fill(tree)
 
     def _room(self, rows: int) -> torch.Tensor:
         if self._bitmask is None or len(self._bitmask) < rows:
@@ -119,3 +125,12 @@ class TreeGrammars:
             most = max(rows, 2 * (0 if self._bitmask is None else len(self._bitmask)))
             self._bitmask = backend.allocate_token_bitmask(most)
         return self._bitmask[:rows]
+
+
+def _rows_of_each(manager: Any) -> int | None:
+    """Return how many rows of a bitmask each request has for vLLM; None for as many as it needs.
+
+    Since 0.33 all requests have as many, and vLLM's workers refuse any other number.
+    """
+    fixed = "mask_stride" in type(manager).grammar_bitmask.__code__.co_varnames
+    return 1 + int(manager.vllm_config.num_speculative_tokens) if fixed else None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 ANY = -1
@@ -77,15 +78,25 @@ class TreeWalk:
     """Takes a grammar depth-first through a tree, and back to the root."""
 
     def __init__(
-        self, request_id: str, grammar: Grammar, bitmask: torch.Tensor, first: int, starts: Starts
+        self,
+        request_id: str,
+        grammar: Grammar,
+        bitmask: torch.Tensor,
+        first: int,
+        starts: Starts,
+        forbidden: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """Rows of ``bitmask`` int32 [rows, words] are written from row ``first`` on."""
+        """Rows of ``bitmask`` int32 [rows, words] are written from row ``first`` on.
+
+        ``forbidden``: tokens that may not follow before the grammar starts; None for none.
+        """
         self._request_id = request_id
         self._grammar = grammar
         self._bitmask = bitmask
         self._words = bitmask.numpy()  # sync: host memory
         self._first = first
         self._starts = starts
+        self._forbidden = forbidden
 
     def fill(self, tree: Tree) -> None:
         """Fill the masks of all rows; afterwards the grammar's state is what it was.
@@ -139,10 +150,14 @@ class TreeWalk:
 
     def _fill_row(self, entered: _Entered) -> None:
         row = self._row(entered.node)
-        if entered.free or self._grammar.is_terminated():
-            self._words[row] = ANY
-        else:
+        if not (entered.free or self._grammar.is_terminated()):
             self._grammar.fill_bitmask(self._bitmask, row)
+            return
+        self._words[row] = ANY
+        if entered.free and self._forbidden is not None:
+            words = self._words[row].view(np.uint32)
+            for token in self._forbidden():
+                words[token >> 5] &= ~np.uint32(1 << (token & 31))
 
     def _allows(self, node: int, token: int) -> bool:
         word = token >> 5

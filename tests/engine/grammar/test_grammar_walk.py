@@ -55,10 +55,12 @@ def at_once(path: list[int]) -> tuple[int, int]:
     return 0, 0
 
 
-def masks(grammar: Sentences, tree: Tree, starts: Starts = at_once) -> list[set[int]]:
+def masks(
+    grammar: Sentences, tree: Tree, starts: Starts = at_once, *forbidden: int
+) -> list[set[int]]:
     """Return the tokens that each row allows, by row; other rows of the bitmask stay."""
     bitmask = torch.full((len(tree.tokens) + 5, WORDS), 12345, dtype=torch.int32)
-    TreeWalk("request", grammar, bitmask, 2, starts).fill(tree)
+    TreeWalk("request", grammar, bitmask, 2, starts, lambda: forbidden).fill(tree)
     others = torch.cat([bitmask[:2], bitmask[3 + len(tree.tokens) :]])
     assert (others == 12345).all()
     return [allowed(row) for row in bitmask[2 : 3 + len(tree.tokens)]]
@@ -133,6 +135,14 @@ def test_a_grammar_reads_the_token_that_ends_the_thought_if_it_is_content() -> N
     grammar = Sentences(*LANGUAGE)
     assert masks(grammar, tree, with_the_ending_token) == [EVERY, EVERY, {2, 5}, {2, 5}, {END}]
     assert (grammar.text, sum(grammar.rolled_back)) == ([], 3)
+
+
+def test_a_thought_has_no_forbidden_end_on_any_path() -> None:
+    #   root -> 9 -> 31 ; root -> 60 -> 1
+    tree = Tree([9, 60, 31, 1], [-1, -1, 0, 1])
+    free = EVERY - {31, 63}
+    expected = [free, free, {1, 6}, free, {2, 5}]
+    assert masks(Sentences(*LANGUAGE), tree, after_thoughts, 31, 63) == expected
 
 
 def test_the_thought_that_is_going_on_is_free_without_drafts() -> None:

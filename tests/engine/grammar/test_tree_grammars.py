@@ -181,6 +181,26 @@ class Manager:
     def _get_constraint_bounds(self, request: Any, path: list[int]) -> tuple[int, int]:
         return 0, 0
 
+    def grammar_bitmask(self) -> None:
+        """Is replaced."""
+
+
+class FixedRows(Manager):
+    """That of vLLM 0.33, whose workers read ``mask_stride`` rows of every request. Requests are
+    still in their thoughts, which token 3 may not end."""
+
+    vllm_config = SimpleNamespace(num_speculative_tokens=5)
+
+    def grammar_bitmask(self) -> None:
+        mask_stride = 6
+        del mask_stride
+
+    def _get_constraint_bounds(self, request: Any, path: list[int]) -> tuple[int, int]:
+        return len(path) + 1, len(path) + 1
+
+    def _masked_reasoning_ends(self, request: Any) -> tuple[int, ...]:
+        return (3,)
+
 
 def request(request_id: str, structured: bool = True) -> Any:
     output = SimpleNamespace(grammar=Counting(), reasoning_ended=False) if structured else None
@@ -242,6 +262,16 @@ def test_rows_are_the_root_and_every_scheduled_draft_of_each_request(grammars: G
     assert rows[:, 0].tolist() == [1, 2, 4, ANY, ANY, 1, 2, 4, 2, 2]
     assert len(found.take_seconds()) == 1
     assert found.take_seconds() == []
+
+
+def test_since_033_every_request_has_as_many_rows_and_thoughts_have_forbidden_ends() -> None:
+    found = TreeGrammars(FixedRows())  # type: ignore[arg-type]
+    requests = {"a": request("a"), "b": request("b")}
+    found.take(TreeDrafts(["a"], [[0, 1, 9]], [[-1, 0]]), requests)
+    rows = found.grammar_bitmask(requests, ["b", "a"], {"a": [0, 1, 9]})
+    assert rows is not None
+    free = ~(1 << 3)
+    assert rows[:, 0].tolist() == [free, *[ANY] * 5, free, free, free, *[ANY] * 3]
 
 
 def test_all_drafts_are_kept_but_those_of_which_no_parents_are_known(grammars: Grammars) -> None:
