@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from dyntree_plugin.engine.cpu import worker as cpu
 from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner
+from dyntree_plugin.engine.cuda import worker as cuda
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker
+from dyntree_plugin.engine.stage import TreeStage
+from dyntree_plugin.engine.step import clock
 from dyntree_plugin.engine.step.records import Step
 from dyntree_plugin.tree.value import AcceptanceEstimate
 
@@ -23,7 +27,8 @@ def test_a_worker_measures_after_it_has_rehearsed_and_forgotten(
 ) -> None:
     done: list[str] = []
     monkeypatch.setattr(cpu, "rehearse", lambda worker: done.append("rehearse"))
-    monkeypatch.setattr(cpu, "set_random_seed", lambda *of_engine: None)
+    for module in (cpu, cuda):
+        monkeypatch.setattr(module, "set_random_seed", lambda *of: done.append(f"seed {of}"))
     for stock in (CPUWorker, Worker):
         monkeypatch.setattr(
             stock, "compile_or_warm_up_model", lambda self: done.append("stock rehearses")
@@ -35,9 +40,9 @@ def test_a_worker_measures_after_it_has_rehearsed_and_forgotten(
         forget_rehearsal=lambda: done.append("forget"),
         measure_costs=lambda: done.append("measure"),
     )
-    worker.model_config = worker.parallel_config = SimpleNamespace(seed=0, data_parallel_index=0)
+    worker.model_config = worker.parallel_config = SimpleNamespace(seed=7, data_parallel_index=1)
     worker.compile_or_warm_up_model()
-    assert done == ["stock rehearses", "rehearse", "forget", "measure"]
+    assert done == ["stock rehearses", "rehearse", "forget", "measure", "seed (7, 1)"]
 
 
 def test_nothing_of_a_rehearsal_is_left_in_the_values_of_nodes_and_in_earlier_steps() -> None:
@@ -54,3 +59,20 @@ def test_nothing_of_a_rehearsal_is_left_in_the_values_of_nodes_and_in_earlier_st
     assert runner.previous is not rehearsed
     after = [runner.estimate.weights, runner.estimate.information]
     assert all(map(torch.equal, before, after))
+
+
+def test_what_a_rank_ran_for_others_is_no_time_of_its_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(GPUModelRunner, "add_requests", lambda self, scheduled: None)
+    stage: Any = object.__new__(TreeStage)
+    stage.pipeline_stages, stage.clock = 1, clock.StageClock()
+    stage._forget_steps()
+    stage.clock.next("target")
+    now = 60.0
+    stage.add_requests(SimpleNamespace())
+    stage.clock.next("target")
+    now = 62.0
+    assert stage.clock.split().seconds()["target"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker
 
 from dyntree_plugin.engine.attention.choice import log_backend
@@ -34,6 +35,8 @@ class TreeGPUWorker(TreeWorkerMixin, Worker):
         self.model_runner.forget_rehearsal()
         # With graphs, if there are any: as the steps that it is compared with run.
         self.model_runner.measure_costs()
+        # Measured steps draw seeds. Requests without one get those that they get without trees.
+        set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
         super()._maybe_activate_jit_monitor()
         return times
 
