@@ -172,8 +172,11 @@ class TreeGPUModelRunner(GPUStage, TreeRunnerMixin):
         self.verifier.rehearse()
 
     def sample(self, *args: Any) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
-        # Verification writes where its last output may still be copied from.
+        # Verification writes where its last output may still be copied from, or sent from to the
+        # earlier stages of a pipeline.
         self.main_stream.wait_stream(self.output_copy_stream)
+        if self.pp_handler is not None:
+            self.main_stream.wait_stream(self.pp_handler.broadcast_stream)
         return super().sample(*args)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
