@@ -123,8 +123,6 @@ class TreeStage(AdapterRows):
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Begin a step; vLLM calls it in every one, whether or not a request is new."""
         super().add_requests(scheduler_output)
-        # A data-parallel rank without requests runs the target, too, while others have some.
-        self.clock.split()
         self._earlier.append(self.step)
         self.step = Step(getattr(scheduler_output, FORWARDS, None))
 

@@ -49,6 +49,11 @@ class TreeWorkerMixin:
             made.enter_context(checked(self.vllm_config, self.kinds))
             super().load_model(*args, **kwargs)  # type: ignore[misc]
 
+    def execute_dummy_batch(self) -> None:
+        """Run the target beside other data-parallel ranks; its time is none of a step."""
+        super().execute_dummy_batch()  # type: ignore[misc]
+        self.model_runner.clock.split()
+
     def sleep(self, level: int = 1) -> None:
         """Sleep; at level 2, which discards all weights, keep the drafts' on the host.
 

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from dyntree_plugin.engine.cpu import worker as cpu
 from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner
 from dyntree_plugin.engine.cuda import worker as cuda
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker
-from dyntree_plugin.engine.stage import TreeStage
 from dyntree_plugin.engine.step import clock
 from dyntree_plugin.engine.step.records import Step
 from dyntree_plugin.tree.value import AcceptanceEstimate
@@ -61,18 +59,17 @@ def test_nothing_of_a_rehearsal_is_left_in_the_values_of_nodes_and_in_earlier_st
     assert all(map(torch.equal, before, after))
 
 
-def test_what_a_rank_ran_for_others_is_no_time_of_its_next_step(
+def test_what_a_rank_runs_for_others_is_no_time_of_its_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
     monkeypatch.setattr(clock.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(GPUModelRunner, "add_requests", lambda self, scheduled: None)
-    stage: Any = object.__new__(TreeStage)
-    stage.pipeline_stages, stage.clock = 1, clock.StageClock()
-    stage._forget_steps()
-    stage.clock.next("target")
+    of_runner = clock.StageClock()
+    monkeypatch.setattr(Worker, "execute_dummy_batch", lambda self: of_runner.next("target"))
+    worker: Any = object.__new__(TreeGPUWorker)
+    worker.model_runner = SimpleNamespace(clock=of_runner)
+    worker.execute_dummy_batch()
     now = 60.0
-    stage.add_requests(SimpleNamespace())
-    stage.clock.next("target")
+    of_runner.next("target")
     now = 62.0
-    assert stage.clock.split().seconds()["target"] == 2
+    assert of_runner.split().seconds()["target"] == 2
