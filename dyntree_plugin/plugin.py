@@ -97,15 +97,17 @@ def _choose_attention(vllm_config: VllmConfig, *, masks: bool = False) -> None:
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from dyntree_plugin.admission.cuda_backends import LATENT_CUDA_BACKENDS
+    from dyntree_plugin.admission.cuda_backends import LATENT_CUDA_BACKENDS, SPARSE_CUDA_BACKENDS
+    from dyntree_plugin.admission.refusals import index_topk
     from dyntree_plugin.engine import configuration
 
-    attention = vllm_config.attention_config
-    latent = vllm_config.model_config.use_mla
-    if attention.backend is None and (latent or masks):
-        name = LATENT_CUDA_BACKENDS[0] if latent else "TRITON_ATTN"
-        attention.backend = AttentionBackendEnum[name]
-        configuration.mark_as_chosen(attention)
+    attention, model = vllm_config.attention_config, vllm_config.model_config
+    if attention.backend is None and (model.use_mla or masks):
+        serving = "TRITON_ATTN"
+        if model.use_mla:
+            (serving, *_) = SPARSE_CUDA_BACKENDS if index_topk(model) else LATENT_CUDA_BACKENDS
+        attention.backend = AttentionBackendEnum[serving]
+        configuration.mark_as_chosen(cast("SpeculativeConfig", vllm_config.speculative_config))
 
 
 def _log_exactness(speculation: SpeculativeConfig, plan: TreePlan) -> None:

@@ -13,7 +13,6 @@ from vllm.v1.worker.gpu.spec_decode.dflash.utils import load_dflash_model
 from vllm.v1.worker.gpu.spec_decode.dspark.utils import load_dspark_model
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
-from dyntree_plugin.engine.configuration import without_mark
 from dyntree_plugin.engine.head_speculator import forward_context
 from dyntree_plugin.engine.offloading import on_device
 from dyntree_plugin.engine.sources.block import BlockDraft
@@ -53,7 +52,6 @@ class BlockSpeculator(NodeProposals):
         of attention is named for it, it has the one that is named for the target.
         """
         copied = copy.copy(self.vllm_config)
-        copied.attention_config = without_mark(copied.attention_config)
         copied.speculative_config = copy.copy(self.speculative_config)
         copied.speculative_config.num_speculative_tokens = self.length
         if copied.speculative_config.attention_backend is None:

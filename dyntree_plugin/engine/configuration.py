@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from dyntree_plugin.options.options import NAMESPACE, DynTreeOptions
 from dyntree_plugin.tree.budget.choice import node_buckets
 
 if TYPE_CHECKING:
-    from vllm.config import AttentionConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from dyntree_kernels.dispatch import Measurement
@@ -240,21 +239,18 @@ def is_marked(speculative_config: Any) -> bool:
     return _MARK in vars(speculative_config)
 
 
-def mark_as_chosen(attention_config: AttentionConfig) -> None:
-    """Note that the attention backend is dyntree's choice, and no user's."""
-    vars(attention_config)[_CHOSEN] = True
+def mark_as_chosen(speculative_config: SpeculativeConfig) -> None:
+    """Note that the target's attention backend is dyntree's choice, and no user's.
+
+    vLLM copies the attention's configuration for drafts, and refuses a mark there.
+    """
+    vars(speculative_config)[_CHOSEN] = True
 
 
-def chosen_backend(attention_config: AttentionConfig) -> AttentionBackendEnum | None:
+def chosen_backend(vllm_config: VllmConfig) -> AttentionBackendEnum | None:
     """Return the attention backend if `mark_as_chosen` was called; None if a user named one."""
-    return attention_config.backend if _CHOSEN in vars(attention_config) else None
-
-
-def without_mark(attention_config: AttentionConfig) -> AttentionConfig:
-    """Return a copy without what `mark_as_chosen` wrote, which vLLM's ``replace`` refuses."""
-    copied = copy.copy(attention_config)
-    vars(copied).pop(_CHOSEN, None)
-    return copied
+    chosen = _CHOSEN in vars(vllm_config.speculative_config)
+    return vllm_config.attention_config.backend if chosen else None
 
 
 def scratch_slots(speculative_config: Any) -> int:

@@ -211,26 +211,34 @@ def test_the_users_own_openmp_is_kept(
 
 
 @pytest.mark.parametrize(
-    ("latent", "masks", "named", "found"),
+    ("latent", "selected", "masks", "named", "found"),
     [
-        (False, False, None, None),
-        (False, False, "TRITON_ATTN", "TRITON_ATTN"),
-        (False, True, None, "TRITON_ATTN"),
-        (False, True, "FLASH_ATTN", "FLASH_ATTN"),
-        (True, False, None, "TRITON_MLA"),
-        (True, False, "FLASHMLA", "FLASHMLA"),
+        (False, None, False, None, None),
+        (False, None, False, "TRITON_ATTN", "TRITON_ATTN"),
+        (False, None, True, None, "TRITON_ATTN"),
+        (False, None, True, "FLASH_ATTN", "FLASH_ATTN"),
+        (True, None, False, None, "TRITON_MLA"),
+        (True, None, False, "FLASHMLA", "FLASHMLA"),
+        (True, 2048, False, None, "FLASHMLA_SPARSE"),
     ],
 )
 def test_on_cuda_vllm_chooses_attention_where_all_that_it_chooses_carries_trees(
-    latent: bool, masks: bool, named: str | None, found: str | None
+    latent: bool, selected: int | None, masks: bool, named: str | None, found: str | None
 ) -> None:
+    from vllm.config import AttentionConfig, replace
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     backend = AttentionBackendEnum[named] if named else None
     config: Any = SimpleNamespace(
-        attention_config=SimpleNamespace(backend=backend),
-        model_config=SimpleNamespace(use_mla=latent),
+        attention_config=AttentionConfig(backend=backend),
+        model_config=SimpleNamespace(
+            use_mla=latent, hf_text_config=SimpleNamespace(index_topk=selected)
+        ),
+        speculative_config=SimpleNamespace(),
     )
     plugin._choose_attention(config, masks=masks)
     chosen = config.attention_config.backend
     assert chosen is (AttentionBackendEnum[found] if found else None)
+    # vLLM makes such a copy for a draft whose attention backend is named.
+    of_draft = replace(config.attention_config, backend=AttentionBackendEnum.TRITON_MLA)
+    assert of_draft.backend is AttentionBackendEnum.TRITON_MLA

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from dyntree_kernels import dispatch
-from dyntree_plugin.admission.refusals import kv_cache_dtype
+from dyntree_plugin.admission.refusals import index_topk, kv_cache_dtype
 from dyntree_plugin.engine.attention.features import element_type
 from dyntree_plugin.engine.attention.kernels import (
     FlashInferTrees,
@@ -40,7 +40,7 @@ logger = init_logger("vllm.dyntree")
 
 def log_backend(vllm_config: VllmConfig) -> None:
     """Log the backend that dyntree has chosen for trees if vLLM would choose another one here."""
-    chosen = chosen_backend(vllm_config.attention_config)
+    chosen = chosen_backend(vllm_config)
     if chosen is None:
         return
     model: Any = vllm_config.model_config
@@ -51,6 +51,7 @@ def log_backend(vllm_config: VllmConfig) -> None:
         kv_cache_dtype=cast(Any, kv_cache_dtype(vllm_config)),
         block_size=cache.block_size if cache.user_specified_block_size else None,
         use_mla=model.use_mla,
+        use_sparse=model.use_mla and bool(index_topk(model)),
         use_mm_prefix=model.is_mm_prefix_lm,
         use_batch_invariant=envs.VLLM_BATCH_INVARIANT,
     )

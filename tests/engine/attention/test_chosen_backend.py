@@ -26,12 +26,15 @@ Load = Callable[..., list[tuple[str, ...]]]
 
 
 class AnyBackend:
-    """An attention backend that serves every configuration, and asks for it as FLASHINFER_MLA."""
+    """An attention backend that serves every configuration of its kind, and asks for it as
+    FLASHINFER_MLA."""
 
-    @staticmethod
-    def validate_configuration(**_: Any) -> list[str]:
+    def __init__(self, backend: AttentionBackendEnum) -> None:
+        self.sparse = "SPARSE" in backend.name
+
+    def validate_configuration(self, *, use_sparse: bool, **_: Any) -> list[str]:
         get_current_vllm_config()
-        return []
+        return [] if use_sparse == self.sparse else ["sparse or not"]
 
 
 @pytest.fixture
@@ -43,17 +46,19 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
     monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("kernels"))
     from vllm.platforms import cuda
 
-    monkeypatch.setattr(cuda, "_get_attn_backend_class", lambda backend: AnyBackend)
+    monkeypatch.setattr(cuda, "_get_attn_backend_class", AnyBackend)
     monkeypatch.setattr(choice, "current_platform", cuda.CudaPlatformBase)
     monkeypatch.setattr(worker, "check_ranks", lambda config: None)
 
-    def loaded(major: int, named: str | None = None, latent: bool = True) -> Any:
+    def loaded(
+        major: int, named: str | None = None, latent: bool = True, selected: int | None = None
+    ) -> Any:
         lines = mock.Mock()
         monkeypatch.setattr(choice.logger, "info_once", lines)
         capability = classmethod(lambda cls: DeviceCapability(major, 0))
         monkeypatch.setattr(cuda.CudaPlatformBase, "get_device_capability", capability)
         config: Any = SimpleNamespace(
-            speculative_config=None,
+            speculative_config=SimpleNamespace(),
             attention_config=AttentionConfig(backend=named and AttentionBackendEnum[named]),
             model_config=SimpleNamespace(
                 dtype=torch.bfloat16,
@@ -61,6 +66,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
                 use_mla=latent,
                 is_mm_prefix_lm=False,
                 hf_config=SimpleNamespace(),
+                hf_text_config=SimpleNamespace(index_topk=selected),
             ),
             cache_config=SimpleNamespace(
                 cache_dtype="auto", block_size=16, user_specified_block_size=False
@@ -69,7 +75,8 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
         )
         plugin._choose_attention(config)
         # The worker has another process.
-        config.attention_config = pickle.loads(pickle.dumps(config.attention_config))
+        for name in ("attention_config", "speculative_config"):
+            setattr(config, name, pickle.loads(pickle.dumps(getattr(config, name))))
         made: Any = object.__new__(TreeGPUWorker)
         made.vllm_config = config
         with mock.patch.object(Worker, "load_model"):
@@ -85,7 +92,8 @@ def test_another_backend_than_vllms_is_logged_with_both_names_unless_the_user_na
     assert load(10) == [("TRITON_MLA", "FLASHINFER_MLA")]
     assert load(9) == [("TRITON_MLA", "FLASH_ATTN_MLA")]
     assert load(12) == load(10, named="FLASH_ATTN_MLA") == []
-    assert load(10, latent=False) == []
+    assert load(10, latent=False) == load(10, selected=2048) == []
+    assert load(9, selected=2048) == [("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")]
 
 
 @pytest.mark.parametrize("major", [8, 9, 10, 12])

@@ -16,7 +16,6 @@ from torch import nn
 from dyntree_kernels.ancestors import unpack_bits
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_plugin.engine import block_speculator
-from dyntree_plugin.engine.configuration import chosen_backend, mark_as_chosen
 from dyntree_plugin.engine.cpu.ops import CPUOps
 from dyntree_plugin.engine.sources.block import BlockDraft, BlockReader
 from dyntree_plugin.engine.sources.masked_text import MaskedText
@@ -257,7 +256,6 @@ def test_vllm_builds_the_draft_for_its_block_and_the_targets_attention(
 
     def load(target: nn.Module, config: Any) -> nn.Module:
         seen.extend(vars(config.speculative_config).values())
-        assert chosen_backend(config.attention_config) is None  # vLLM takes no mark
         return target
 
     monkeypatch.setattr(block_speculator, f"load_{method}_model", load)
@@ -266,9 +264,8 @@ def test_vllm_builds_the_draft_for_its_block_and_the_targets_attention(
     made.speculative_config, made.method, made.length = speculation, method, LENGTH
     made.causal = True
     attention: Any = SimpleNamespace(backend="the target's")
-    mark_as_chosen(attention)
     made.vllm_config = SimpleNamespace(speculative_config=speculation, attention_config=attention)
     made.device = torch.device("meta")
     made.load_draft_model(nn.Module(), set())
-    assert seen == [LENGTH, chosen_backend(attention)] == [LENGTH, "the target's"]
+    assert seen == [LENGTH, "the target's"]
     assert speculation.num_speculative_tokens == 16
