@@ -58,7 +58,9 @@ class GPUStage(TreeStage):
             for group in groups:
                 kv_cache = layers[group.layer_names[0]].kv_cache
                 builder: Any = group.get_metadata_builder(0)
-                builder.warm_up(kv_cache, self.dtype, table)
+                # A backend may divide blocks of the cache, as FLASHINFER those of hybrid models.
+                blocks = group.map_to_kernel_block_table(table)
+                builder.warm_up(kv_cache, self.dtype, blocks)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)

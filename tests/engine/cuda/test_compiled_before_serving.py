@@ -66,7 +66,11 @@ def test_no_batch_of_trees_and_prompts_compiles_a_kernel(
 def test_attention_and_grammars_are_rehearsed_for_every_group_of_layers() -> None:
     done: list[Any] = []
     builder = SimpleNamespace(warm_up=lambda *given: done.append(given))
-    group = SimpleNamespace(layer_names=["layer"], get_metadata_builder=lambda _: builder)
+    group = SimpleNamespace(
+        layer_names=["layer"],
+        get_metadata_builder=lambda _: builder,
+        map_to_kernel_block_table=lambda table: f"{table}, as attention reads it",
+    )
     runner: Any = object.__new__(TreeGPUModelRunner)
     runner.dtype = torch.bfloat16
     runner.compilation_config = SimpleNamespace(
@@ -76,5 +80,6 @@ def test_attention_and_grammars_are_rehearsed_for_every_group_of_layers() -> Non
     runner.block_tables = SimpleNamespace(input_block_tables=["first", "second"])
     runner.verifier = SimpleNamespace(rehearse=lambda: done.append("grammars"))
     runner.warm_up_rare_kernels()
-    of_groups = [("cache", torch.bfloat16, table) for table in ("first", "second")]
+    tables = [f"{each}, as attention reads it" for each in ("first", "second")]
+    of_groups = [("cache", torch.bfloat16, table) for table in tables]
     assert done == [*of_groups, "grammars"]
