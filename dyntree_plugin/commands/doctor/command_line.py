@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from dyntree_plugin.admission import check, heads, reasons
+from dyntree_plugin.admission.refusals import index_topk
 from dyntree_plugin.admission.states import state_note
 from dyntree_plugin.commands.doctor import kernels, offloading
 from dyntree_plugin.commands.doctor.checks import device_type, memory
@@ -62,11 +63,15 @@ def configuration(arguments: Sequence[str]) -> VllmConfig:
 
 
 def variants(config: VllmConfig | None) -> tuple[set[int], torch.dtype]:
-    """Return the head sizes and the type of a configuration's models, or common ones without it."""
+    """Return the head sizes and the type of a configuration's models, or common ones without it.
+
+    Latent attention has other kernels.
+    """
     if config is None or config.speculative_config is None:
         return {128}, torch.bfloat16
     models = (config.model_config, config.speculative_config.draft_model_config)
-    return {model.get_head_size() for model in models}, _dtype(config.model_config)
+    sizes = {model.get_head_size() for model in models if not model.use_mla}
+    return sizes, _dtype(config.model_config)
 
 
 def xqa(config: VllmConfig | None) -> tuple[torch.dtype, int, int, int] | None:
@@ -147,6 +152,10 @@ def _vocabularies(config: VllmConfig, further: Sequence[SpeculativeConfig]) -> I
 def _model_checks(
     name: str, model: ModelConfig, rows: int, asked: str, table: list[Measurement], block: int
 ) -> Iterator[Check]:
+    if model.use_mla and device_type() == "cuda":
+        kernel = "vLLM's kernel" if index_topk(model) else "triton"
+        yield Check(f"attention, {name}", "ok", f"{kernel} for latent attention")
+        return
     architecture = model.model_arch_config
     heads, kv_heads = architecture.total_num_attention_heads, model.get_total_num_kv_heads()
     layers = model.get_total_num_hidden_layers()

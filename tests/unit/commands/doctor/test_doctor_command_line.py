@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from random_targets import random_target
 from typer.testing import CliRunner
 
@@ -126,3 +128,49 @@ def test_it_says_what_states_take(
     (states,) = [each for each in found if each.name == "states"]
     assert told in states.found
     assert ("Prefixes" in states.found) == (not more)
+
+
+def model(head_size: int, *, latent: bool, **config: int) -> Any:
+    return SimpleNamespace(
+        use_mla=latent,
+        hf_text_config=SimpleNamespace(**config),
+        model_arch_config=SimpleNamespace(total_num_attention_heads=16),
+        get_total_num_kv_heads=lambda: 16,
+        get_total_num_hidden_layers=lambda: 2,
+        get_head_size=lambda: head_size,
+        dtype="bfloat16",
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        (model(576, latent=True), "triton for latent"),
+        (model(576, latent=True, index_topk=2048), "vLLM's kernel for latent"),
+        (model(576, latent=False), "none for 16 heads"),
+    ],
+)
+def test_latent_attention_has_a_kernel_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, target: Any, told: str
+) -> None:
+    """Other attention has none for heads of its size."""
+    monkeypatch.setattr(command_line, "device_type", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    (found,) = command_line._model_checks("target", target, 17, "auto", [], 16)
+    assert found.found.startswith(told)
+    assert (found.status == "ok") == target.use_mla
+
+
+def test_no_kernel_of_flashinfer_is_built_for_latent_attention() -> None:
+    def built(target: Any, drafts: Any) -> set[int]:
+        draft = SimpleNamespace(draft_model_config=drafts)
+        config: Any = SimpleNamespace(model_config=target, speculative_config=draft)
+        sizes, dtype = command_line.variants(config)
+        assert dtype is torch.bfloat16
+        return sizes
+
+    latent, other = model(576, latent=True), model(64, latent=False)
+    assert built(latent, latent) == set()
+    assert built(latent, other) == built(other, other) == {64}
