@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from dyntree_kernels.features import KV_CACHE_DTYPES
 from dyntree_plugin.admission import check, heads, reasons
-from dyntree_plugin.admission.refusals import index_topk
+from dyntree_plugin.admission.refusals import index_topk, kv_cache_dtype
 from dyntree_plugin.admission.states import state_note
 from dyntree_plugin.commands.doctor import kernels, offloading
 from dyntree_plugin.commands.doctor.checks import device_type, memory
@@ -65,13 +66,13 @@ def configuration(arguments: Sequence[str]) -> VllmConfig:
 def variants(config: VllmConfig | None) -> tuple[set[int], torch.dtype]:
     """Return the head sizes and the type of a configuration's models, or common ones without it.
 
-    Latent attention has other kernels.
+    Latent attention and quantised caches have other kernels.
     """
     if config is None or config.speculative_config is None:
         return {128}, torch.bfloat16
     models = (config.model_config, config.speculative_config.draft_model_config)
-    sizes = {model.get_head_size() for model in models if not model.use_mla}
-    return sizes, _dtype(config.model_config)
+    served = [each for each in models if not (each.use_mla or _quantised(config))]
+    return {each.get_head_size() for each in served}, _dtype(config.model_config)
 
 
 def xqa(config: VllmConfig | None) -> tuple[torch.dtype, int, int, int] | None:
@@ -79,7 +80,7 @@ def xqa(config: VllmConfig | None) -> tuple[torch.dtype, int, int, int] | None:
     table has times of XQA on this GPU, or on any where there is none."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     asked, table = ("", []) if config is None else asked_attention(config)
-    if config is None or asked != "auto":
+    if config is None or asked != "auto" or _quantised(config):
         return None
     model, parallel = config.model_config, config.parallel_config
     group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
@@ -92,6 +93,10 @@ def xqa(config: VllmConfig | None) -> tuple[torch.dtype, int, int, int] | None:
     if not measured or _dtype(model) not in (torch.float16, torch.bfloat16):
         return None
     return _dtype(model), model.get_head_size(), group, _block_size(config)
+
+
+def _quantised(config: VllmConfig) -> bool:
+    return kv_cache_dtype(config) in KV_CACHE_DTYPES
 
 
 def _block_size(config: VllmConfig) -> int:
@@ -129,8 +134,8 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
     models += [(f"draft {each.model}", each.draft_model_config) for each in further]
     rows, (asked, table) = plan.shape.node_budget + 1, asked_attention(config)
     for name, model in models:
-        # Drafts run on Triton on every GPU.
-        kernel = asked if name == "target" else "triton"
+        # Drafts and quantised caches run on Triton on every GPU.
+        kernel = asked if name == "target" and not _quantised(config) else "triton"
         yield from _model_checks(name, model, rows, kernel, table, _block_size(config))
     cache = config.cache_config
     if device_type() == "cpu" and cache.kv_cache_memory_bytes is None:

@@ -13,6 +13,7 @@ import torch
 from random_targets import random_target
 from typer.testing import CliRunner
 
+from dyntree_kernels import dispatch
 from dyntree_plugin import cli
 from dyntree_plugin.commands.doctor import command as doctor
 from dyntree_plugin.commands.doctor import command_line
@@ -163,14 +164,35 @@ def test_latent_attention_has_a_kernel_on_a_gpu(
     assert (found.status == "ok") == target.use_mla
 
 
-def test_no_kernel_of_flashinfer_is_built_for_latent_attention() -> None:
-    def built(target: Any, drafts: Any) -> set[int]:
-        draft = SimpleNamespace(draft_model_config=drafts)
-        config: Any = SimpleNamespace(model_config=target, speculative_config=draft)
-        sizes, dtype = command_line.variants(config)
-        assert dtype is torch.bfloat16
-        return sizes
+def config(target: Any, draft: Any, cache: str = "auto") -> Any:
+    target.hf_config = SimpleNamespace()
+    return SimpleNamespace(
+        model_config=target,
+        speculative_config=SimpleNamespace(draft_model_config=draft),
+        cache_config=SimpleNamespace(cache_dtype=cache, user_specified_block_size=False),
+        parallel_config=None,
+        additional_config={"dyntree": {}},
+    )
 
-    latent, other = model(576, latent=True), model(64, latent=False)
-    assert built(latent, latent) == set()
-    assert built(latent, other) == built(other, other) == {64}
+
+def test_flashinfers_kernels_are_built_where_an_engine_may_choose_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Latent attention and quantised caches have other kernels."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def sizes(*of: Any) -> set[int]:
+        found, dtype = command_line.variants(config(*of))
+        assert dtype is torch.bfloat16
+        return found
+
+    latent, other = model(576, latent=True), model(128, latent=False)
+    assert sizes(latent, latent) == set()
+    assert sizes(latent, other) == sizes(other, other) == {128}
+    assert sizes(other, other, "fp8") == set()
+    heads = {"get_num_attention_heads": lambda _: 32, "get_num_kv_heads": lambda _: 8}
+    vars(other).update(heads)
+    times = dispatch.Measurement("xqa", "NVIDIA H200", 4, 128, "bfloat16", 17, 1024, 5.0)
+    monkeypatch.setattr(command_line, "asked_attention", lambda _: ("auto", [times]))
+    assert command_line.xqa(config(other, other)) == (torch.bfloat16, 128, 4, 16)
+    assert command_line.xqa(config(other, other, "fp8")) is None
