@@ -132,7 +132,7 @@ class TreeGPUModelRunner(GPUStage, TreeRunnerMixin):
         copies = self.verifier.copies
         copied = min(rows, MAX_CHUNK_BYTES // (4 * copies * logits.shape[1]))
         kept = [logits, logits[:copied].float()]
-        if self.verifier.reads_logits:  # The processed logits of all chunks are kept, and joined.
+        if self.verifier.keeps_logits:  # The processed logits of all chunks are kept, and joined.
             chunks = [logits.float()]
             kept += chunks if copied == rows else [*chunks, chunks[0].clone()]
         if copies > 1:  # Custom logits processors get chains, of which the last rows are kept.

@@ -77,8 +77,7 @@ class TreeVerifier:
         logprobs = None
         if wanted is not None:
             self._ops.clock.next("sample")
-            of_processed = self.sampler.logprobs_mode.startswith("processed")
-            scores = processed if of_processed else logits
+            scores = processed if self._of_processed else logits
             logprobs = self._logprobs(scores, batch, walked, *wanted)
         output = SamplerOutput(
             sampled_token_ids=walked.tokens,
@@ -130,6 +129,16 @@ class TreeVerifier:
     def reads_logits(self) -> bool:
         """Whether the walk reads the sampler's processed logits, so that it has no graph."""
         return self._walk.reads_logits
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether steps may keep the sampler's processed logits of all rows."""
+        return self.reads_logits or self._of_processed
+
+    @property
+    def _of_processed(self) -> bool:
+        """Whether logprobs are those of the sampler's processed logits."""
+        return self.sampler.logprobs_mode.startswith("processed")
 
     def rehearse(self) -> None:
         """Walk a batch of padding with nodes that a grammar may forbid, and with chains where there
@@ -187,9 +196,7 @@ class TreeVerifier:
         at = slice(batch.num_tokens) if every else batch.logits_indices
         positions, input_ids = batch.positions[at], batch.input_ids[at]
         bound = batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs]
-        keep = self.reads_logits or (
-            want_logprobs and self.sampler.logprobs_mode.startswith("processed")
-        )
+        keep = self.reads_logits or (want_logprobs and self.keeps_logits)
         limit = max(1, MAX_CHUNK_BYTES // (4 * self.copies * logits.shape[1]))
         tokens, kept = [], []
         for requests, rows in _chunks(batch.cu_num_logits_np[: batch.num_reqs + 1], limit):
@@ -228,17 +235,22 @@ class TreeVerifier:
             max=walked.tokens.shape[1] - 1
         )
         on_path = torch.nn.functional.pad(walked.path + 1, (1, 0)).clamp(min=0)
-        rows = first[request] + on_path[request, step]
-        return compute_topk_scores(
-            scores[rows],
-            num_logprobs,
-            walked.tokens[request, step],
-            batch.cu_num_logits_np.tolist(),  # sync: host memory
-            self.sampler.logprob_token_ids_state,
-            batch.expanded_idx_mapping,
-            num_token_ids,
-            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
-        )
+        rows, tokens = first[request] + on_path[request, step], walked.tokens[request, step]
+        limit = max(1, MAX_CHUNK_BYTES // (4 * scores.shape[1]))
+        parts = [
+            compute_topk_scores(
+                scores[rows[span]],
+                num_logprobs,
+                tokens[span],
+                None,
+                self.sampler.logprob_token_ids_state,
+                batch.expanded_idx_mapping[span],
+                num_token_ids,
+                logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+            )
+            for span in (slice(at, at + limit) for at in range(0, num_rows, limit))
+        ]
+        return LogprobsTensors.cat(parts, batch.cu_num_logits_np.tolist())  # sync: host memory
 
 
 WHOLE = slice(None)

@@ -20,6 +20,7 @@ from dyntree_kernels.contracts import BatchRows, DraftLaws
 from dyntree_kernels.drawn import LAW_SIZES, DrawnTrees
 from dyntree_plugin.engine.head_speculator import HeadSpeculator
 from dyntree_plugin.engine.speculator import TreeSpeculator
+from dyntree_plugin.engine.step.verify import TreeVerifier
 
 ROWS, REQUESTS, WIDTHS, HIDDEN = 32, 6, (1, 4, 3), 8
 
@@ -126,7 +127,7 @@ def test_every_row_of_the_trees_is_profiled(
     vars(runner).update(
         trees=SimpleNamespace(shape=SimpleNamespace(node_budget=16)),
         max_num_tokens=most_tokens,
-        verifier=SimpleNamespace(copies=copies, reads_logits=False),
+        verifier=SimpleNamespace(copies=copies, keeps_logits=False),
         model=SimpleNamespace(compute_logits=logits),
     )
     runner._dummy_sampler_run(torch.zeros(REQUESTS, 2))
@@ -137,7 +138,8 @@ def test_every_row_of_the_trees_is_profiled(
 def test_processed_logits_that_are_kept_are_profiled(
     chunk: int, copies_of_all: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rules that read distributions keep them for every row; several chunks are joined besides.
+    """Rules that read distributions, and logprobs of these, keep them for every row; several chunks
+    are joined besides.
 
     Control: other rules keep one chunk.
     """
@@ -153,19 +155,23 @@ def test_processed_logits_that_are_kept_are_profiled(
 
     monkeypatch.setattr(of_cuda, "MAX_CHUNK_BYTES", chunk)
     monkeypatch.setattr(GPUModelRunner, "_dummy_sampler_run", sampled)
-    for reads_laws in (False, True):
+    cases = ("raw_logprobs", False), ("raw_logprobs", True), ("processed_logprobs", False)
+    for mode, reads_laws in cases:
+        verifier: Any = object.__new__(TreeVerifier)
+        verifier.copies, verifier.sampler = 1, SimpleNamespace(logprobs_mode=mode)
+        verifier._walk = SimpleNamespace(reads_logits=reads_laws)
         runner: Any = object.__new__(of_cuda.TreeGPUModelRunner)
         vars(runner).update(
             trees=SimpleNamespace(shape=SimpleNamespace(node_budget=16)),
             max_num_tokens=1000,
-            verifier=SimpleNamespace(copies=1, reads_logits=reads_laws),
+            verifier=verifier,
             model=SimpleNamespace(
                 compute_logits=lambda hidden: torch.zeros(len(hidden), vocabulary).bfloat16()
             ),
         )
         runner._dummy_sampler_run(torch.zeros(REQUESTS, 2))
-    without, with_laws = held
-    assert with_laws - without == copies_of_all * 4 * rows * vocabulary
+    without, with_laws, with_logprobs = held
+    assert with_laws == with_logprobs == without + copies_of_all * 4 * rows * vocabulary
 
 
 class Allocated(TorchDispatchMode):

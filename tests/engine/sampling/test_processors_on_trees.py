@@ -11,6 +11,7 @@ import pytest
 import torch
 from path_checks import Batch, batch_of
 from vllm import SamplingParams
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import (
     LogitsContext,
@@ -237,6 +238,15 @@ ROWS = [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
 """Of three requests."""
 
 
+def verifier(copies: int = 1, **sampler: Any) -> TreeVerifier:
+    of_sampler: Any = SimpleNamespace(logprobs_mode="raw_logprobs", **sampler)
+    nothing: Any = None
+    ops, walk = SimpleNamespace(perturb=None), SimpleNamespace(reads_logits=False)
+    given: Any = (of_sampler, nothing, nothing, ops, nothing)
+    named: Any = {"walk": walk, "buffers": nothing, "keepers": nothing}
+    return TreeVerifier(*given, **named, copies=copies)
+
+
 @pytest.mark.parametrize(
     ("copies", "expected"), [(1, [[0, 1], [2]]), (2, [[0], [1], [2]]), (9, [[0], [1], [2]])]
 )
@@ -251,21 +261,7 @@ def test_the_sampler_gets_fewer_rows_at_once_if_it_copies_them(
         seen.append([each.tolist() for each in (part[:, 0], *given)])
         return torch.zeros(len(part)), part
 
-    sampler: Any = SimpleNamespace(sample=sample, logprobs_mode="raw_logprobs")
-    trees: Any = None
-    ops: Any = SimpleNamespace(perturb=None)
-    nothing: Any = None
-    made = TreeVerifier(
-        sampler,
-        trees,
-        nothing,
-        ops,
-        nothing,
-        walk=SimpleNamespace(reads_logits=False),  # type: ignore[arg-type]
-        buffers=nothing,
-        keepers=nothing,
-        copies=copies,
-    )
+    made = verifier(copies, sample=sample)
     rows, requests = torch.arange(9), torch.arange(3)
     batch: Any = SimpleNamespace(
         num_tokens=9, num_reqs=3, positions=rows, input_ids=rows, expanded_idx_mapping=rows,
@@ -278,3 +274,37 @@ def test_the_sampler_gets_fewer_rows_at_once_if_it_copies_them(
         by_rows, by_requests = [part[n] for n in (0, 1, 4, 5, 6)], [part[n] for n in (2, 3, 7)]
         assert by_rows == [of_rows] * 5
         assert by_requests == [asked] * 3
+
+
+@pytest.mark.parametrize(("rows_at_once", "expected"), [(9, [9]), (4, [4, 4, 1])])
+def test_few_rows_are_copied_at_once_for_logprobs(
+    rows_at_once: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row gets the scores of a row of its path; behind the path they mean nothing."""
+    monkeypatch.setattr(verify, "MAX_CHUNK_BYTES", 4 * rows_at_once * VOCABULARY)
+    seen: list[int] = []
+
+    def scores(
+        logits: torch.Tensor, _: int, tokens: torch.Tensor, cu: Any, __: Any, slots: torch.Tensor,
+        *___: Any, **____: Any,
+    ) -> LogprobsTensors:  # fmt: skip
+        seen.append(len(logits))
+        return LogprobsTensors(tokens[:, None], logits[:, :1], slots, cu)
+
+    monkeypatch.setattr(verify, "compute_topk_scores", scores)
+    logits = torch.arange(9.0)[:, None].expand(-1, VOCABULARY)
+    bounds = np.array([0, 3, 5, 9])
+    batch: Any = SimpleNamespace(
+        num_reqs=3, cu_num_logits=torch.tensor(bounds), cu_num_logits_np=bounds,
+        expanded_idx_mapping=torch.tensor([4, 4, 4, 2, 2, 0, 0, 0, 0]),
+    )  # fmt: skip
+    path = torch.tensor([[1, -1, -1], [-1, -1, -1], [0, 2, -1]])
+    walked: Any = SimpleNamespace(path=path, tokens=torch.arange(12).view(3, 4))
+    made = verifier(logprob_token_ids_state=None)
+    found = made._logprobs(logits, batch, walked, 1, 0)
+    assert seen == expected
+    on_path = [0, 2, 3, 5, 6, 8]
+    assert found.logprobs[[0, 1, 3, 5, 6, 7], 0].tolist() == on_path
+    assert found.logprob_token_ids[:, 0].tolist() == [0, 1, 2, 4, 5, 8, 9, 10, 11]
+    assert torch.equal(found.selected_token_ranks, batch.expanded_idx_mapping)
+    assert found.cu_num_generated_tokens == bounds.tolist()
