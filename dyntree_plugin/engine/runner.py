@@ -187,7 +187,8 @@ class TreeRunnerMixin(TreeStage):
     def _ranking(self) -> Ranking:
         """Let drafting know the requests' parameters; the model is loaded."""
         states, lengths = self._sampling_states(), self.req_states.total_len.gpu
-        found = TargetRanking(self.parameters, states, lengths, self.vocab_size)
+        rows = self.plan.shape.block + max(self.plan.growing.widths, default=1)
+        found = TargetRanking(self.parameters, states, lengths, self.vocab_size, rows)
         return found if self.grammars is None else InTurn(self.grammars, found)
 
     def _sampling_states(self) -> SamplingStates:

@@ -13,6 +13,7 @@ import torch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from dyntree_kernels.paths import Paths
+from dyntree_plugin.engine.fallback import MAX_CHUNK_BYTES
 from dyntree_plugin.engine.sampling.parameters import ParameterRows, TreeParameters
 from dyntree_plugin.engine.step.growth_stages import Rank
 from dyntree_plugin.tree.padded import of_width
@@ -32,16 +33,23 @@ class TargetRanking:
         states: SamplingStates,
         total_len: torch.Tensor,
         vocabulary: int,
+        rows: int,
     ) -> None:
         """``total_len`` int32 [slots]: tokens of each request's text, with the root of its next
-        tree. ``vocabulary``: entries of the target's logits, which the parameters' arrays have."""
+        tree. ``vocabulary``: entries of the target's logits, which the parameters' arrays have.
+        ``rows``: the most of a request in one forward of the draft."""
         self._parameters = parameters
         self._states = states
         self._total_len = total_len
         self._vocabulary = vocabulary
+        # Ranking holds up to three copies of a forward's logits, which no memory profile counts.
+        self._most_requests = MAX_CHUNK_BYTES // (3 * 4 * vocabulary * rows)
 
     def of(self, packed: torch.Tensor) -> Rank | None:
-        """Return what the ``packed`` requests on the host need; None if they need nothing."""
+        """Return what the ``packed`` requests on the host need; None if they need nothing, or are
+        so many that it would take too much memory."""
+        if len(packed) > self._most_requests:
+            return None
         on_host = packed[:, 0].numpy()  # sync: host memory
         processed, truncated = self._parameters.needed(on_host), self._truncates(on_host)
         if not (processed or truncated):

@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.paths import Paths
 from dyntree_kernels.tries import Trie
+from dyntree_plugin.engine.sampling import ranking as ranking_module
 from dyntree_plugin.engine.sampling.parameters import ParameterRows
 from dyntree_plugin.engine.sampling.ranking import TargetRanking
 from dyntree_plugin.options.options import DynTreeOptions
@@ -120,7 +121,7 @@ def states() -> SamplingStates:
 
 def ranking(parameters: Any, of: SamplingStates) -> TargetRanking:
     total_len = ROOT + 1 + torch.arange(len(SLOTS) + 1, dtype=torch.int32)
-    return TargetRanking(parameters, of, total_len, VOCAB)
+    return TargetRanking(parameters, of, total_len, VOCAB, rows=3)
 
 
 def ranked(plan: TreePlan, *, compiled: bool) -> Step:
@@ -150,6 +151,17 @@ def test_the_candidates_of_a_node_are_the_best_of_the_law(plan: TreePlan, compil
     assert max(len(path) for slot in SLOTS for path in step.paths(slot)) == 4
     assert min(step.trees.counts[list(SLOTS)]) >= 6
     assert len(unlike_the_law(Step(plan, None, compiled=compiled))) > 6
+
+
+@pytest.mark.parametrize(("fit", "ranks"), [(0, True), (-1, False)])
+def test_batches_whose_logits_take_too_much_memory_are_not_ranked(
+    fit: int, ranks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three copies of the logits of a forward are held at once."""
+    copies = 3 * 4 * 3 * VOCAB * len(packed())
+    monkeypatch.setattr(ranking_module, "MAX_CHUNK_BYTES", copies + fit)
+    found = ranking(Parameters(), states()).of(packed())
+    assert (found is not None) == ranks
 
 
 def test_paths_are_those_of_the_expanded_nodes() -> None:
