@@ -22,6 +22,7 @@ from dyntree_plugin.engine.step.records import Sampled, Step
 from dyntree_plugin.engine.step.rows import GrowthMemory, RowMemory, RowWriter
 from dyntree_plugin.engine.step.source import NodeSource
 from dyntree_plugin.tree.padded import of_width, readable
+from dyntree_plugin.tree.pooled import mixture
 
 
 class Steps(Protocol):
@@ -184,11 +185,13 @@ class TreeSpeculator(NodeProposals, StandaloneARSpeculator):
         rows, at = batch.num_tokens, self.rows_of_logits(batch, most_logits)
         models: list[LoadedModel] = [self, *self.further]
         vocabulary = self.compose.trees.vocabulary
+        logits = []
         for model in models:
             # vLLM rehearses with any of the target's tokens.
             ids = readable(batch.input_ids[:rows], vocabulary, model.vocab_size)
             found = model._run_model(ids, batch.positions[:rows], None, None, None)
-            of_width(model.compute_draft_logits(found[at], 0), vocabulary)
+            logits.append(of_width(model.compute_draft_logits(found[at], 0), vocabulary))
+        mixture(logits)  # Those of a pool are held at once.
 
 
 class LookUpSpeculator(TreeProposals):

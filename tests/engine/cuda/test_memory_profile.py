@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from dyntree_kernels.contracts import BatchRows, DraftLaws
 from dyntree_kernels.drawn import LAW_SIZES, DrawnTrees
+from dyntree_plugin.engine import speculator as speculator_module
 from dyntree_plugin.engine.head_speculator import HeadSpeculator
 from dyntree_plugin.engine.speculator import TreeSpeculator
 from dyntree_plugin.engine.step.verify import TreeVerifier
@@ -30,9 +31,12 @@ ROWS, REQUESTS, WIDTHS, HIDDEN = 32, 6, (1, 4, 3), 8
     [("cuda", True, REQUESTS * max(WIDTHS)), ("cuda", False, REQUESTS), ("cpu", True, REQUESTS)],
 )
 def test_the_widest_forward_of_every_draft_is_profiled(
-    device: str, profiled: bool, expected: int
+    device: str, profiled: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The logits of all drafts of a pool are held at once."""
     seen: list[tuple[str, int]] = []
+    mixed: list[int] = []
+    monkeypatch.setattr(speculator_module, "mixture", lambda every: mixed.extend(map(len, every)))
 
     def draft(name: str, **more: Any) -> Any:
         return SimpleNamespace(
@@ -59,6 +63,7 @@ def test_the_widest_forward_of_every_draft_is_profiled(
     batch: Any = SimpleNamespace(num_tokens=ROWS, num_reqs=REQUESTS, input_ids=ids, positions=ids)
     TreeSpeculator.rehearse(speculator, batch, (), most_logits=profiled)
     assert seen == [("first", expected), ("second", expected)]
+    assert mixed == [expected] * 2
 
 
 @pytest.fixture
