@@ -188,6 +188,8 @@ class TreeRunnerMixin(TreeStage):
         """Let drafting know the requests' parameters; the model is loaded."""
         states, lengths = self._sampling_states(), self.req_states.total_len.gpu
         rows = self.plan.shape.block + max(self.plan.growing.widths, default=1)
+        if self.device.type == "cpu":  # It has the memory that the user leaves it.
+            rows = 0
         found = TargetRanking(self.parameters, states, lengths, self.vocab_size, rows)
         return found if self.grammars is None else InTurn(self.grammars, found)
 

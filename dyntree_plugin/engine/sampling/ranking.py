@@ -6,6 +6,7 @@ draft's logits, so output does not depend on this.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import numpy as np
@@ -37,13 +38,14 @@ class TargetRanking:
     ) -> None:
         """``total_len`` int32 [slots]: tokens of each request's text, with the root of its next
         tree. ``vocabulary``: entries of the target's logits, which the parameters' arrays have.
-        ``rows``: the most of a request in one forward of the draft."""
+        ``rows``: the most of a request in one forward of the draft; 0 if memory has no bound."""
         self._parameters = parameters
         self._states = states
         self._total_len = total_len
         self._vocabulary = vocabulary
         # Ranking holds up to three copies of a forward's logits, which no memory profile counts.
-        self._most_requests = MAX_CHUNK_BYTES // (3 * 4 * vocabulary * rows)
+        copies = 3 * 4 * vocabulary * rows
+        self._most_requests = MAX_CHUNK_BYTES // copies if copies else sys.maxsize
 
     def of(self, packed: torch.Tensor) -> Rank | None:
         """Return what the ``packed`` requests on the host need; None if they need nothing, or are
