@@ -249,8 +249,10 @@ def mark_as_chosen(speculative_config: SpeculativeConfig) -> None:
 
 def chosen_backend(vllm_config: VllmConfig) -> AttentionBackendEnum | None:
     """Return the attention backend if `mark_as_chosen` was called; None if a user named one."""
-    chosen = _CHOSEN in vars(vllm_config.speculative_config)
-    return vllm_config.attention_config.backend if chosen else None
+    speculation = vllm_config.speculative_config
+    if speculation is None or _CHOSEN not in vars(speculation):
+        return None
+    return vllm_config.attention_config.backend
 
 
 def scratch_slots(speculative_config: Any) -> int:
