@@ -12,10 +12,7 @@ from dyntree_plugin.engine.step.trees import PlacedTrees
 
 
 class CapturedPlacing(RequestGraphs):
-    """Replays what gives the rows of trees their positions and masks.
-
-    A graph is replayed in a tenth of the time that a launch takes the host.
-    """
+    """Replays what gives the rows of trees their positions and masks."""
 
     def __init__(
         self,
