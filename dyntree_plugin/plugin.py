@@ -23,11 +23,16 @@ def register() -> None:
     """Teach this process's vLLM the dyntree options.
 
     vLLM may call it several times in one process; only the first call has an effect. An engine
-    whose configuration has no dyntree options behaves as without the plugin.
+    whose configuration has no dyntree options behaves as without the plugin, but for two things:
+    processes may use a CPU's AMX, and the log says why workers have died.
     """
+    from dyntree_plugin import amx, signals
     from dyntree_plugin.admission import versions
     from dyntree_plugin.engine import patches
 
+    if versions.is_cpu_build():
+        amx.ask()
+    signals.explain_deaths()
     patches.add_flag()
     patches.admit_configs(admit, configure_scheduler)
     if versions.version_refusal() is None:

@@ -81,6 +81,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("figures")
     for text in told:
         terminalreporter.line(str(text))
+    ran, others = cpu_paths()
+    terminalreporter.line(
+        f"This CPU ran the code for {', '.join(ran)}; it cannot run that for "
+        f"{', '.join(others) or 'no other'} (docs/compatibility.md)."
+    )
+
+
+def cpu_paths() -> tuple[list[str], list[str]]:
+    """Return the kinds of x86 code that libraries select on this machine, and those that they do
+    not. With AVX-512 they select nothing of AVX2's."""
+    import torch
+
+    has = torch.cpu.get_capabilities()
+    widest = "AVX-512" if has.get("avx512_f") else "AVX2"
+    paths = {
+        "AVX2": widest == "AVX2",
+        "AVX-512": widest == "AVX-512",
+        "BF16": has.get("avx512_bf16", False),
+        "AMX": has.get("amx_tile", False),
+    }
+    return [name for name, ran in paths.items() if ran], [n for n, ran in paths.items() if not ran]
 
 
 @pytest.hookimpl(optionalhook=True)

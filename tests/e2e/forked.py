@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-IMPORTABLE = [str(Path(__file__).parents[number]) for number in range(3)]
+IMPORTABLE = [
+    *(str(Path(__file__).parents[number]) for number in range(3)),
+    str(Path(__file__).parents[1] / "laws"),
+]
 """Folders of the tests' modules, and of the repository."""
 THREADS = 1
 """Number of OpenMP threads, which OpenMP reads from the environment when it is loaded."""

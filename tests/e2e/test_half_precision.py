@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean
 
+import emulated_amx
+import engine_process
 import pytest
 import torch
 import workload
-from engine_process import Request, Result, Run, serve
+from engine_process import Request, Result, Run, answered, result_of, serve
 
 pytestmark = pytest.mark.e2e
 
@@ -33,7 +35,9 @@ class Served:
     @classmethod
     def with_dtype(cls, dtype: str) -> Served:
         runs = {"tree": RUN, "broken": BROKEN}
-        trees = serve(workload.tree() | {"dtype": dtype}, runs, threads=1)
+        program = engine_process if torch.cpu._is_amx_tile_supported() else emulated_amx
+        answers = answered(str(program.__file__), workload.tree() | {"dtype": dtype}, runs, 1)
+        trees = {name: result_of(answer) for name, answer in answers.items()}
         outputs = trees["tree"].outputs
         params = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
         run = Run([Request(output.prompt + output.tokens[0], params) for output in outputs])
@@ -94,9 +98,5 @@ def _both(values: list[float]) -> str:
     return f"{mean(values):.4f} and {max(values):.4f}"
 
 
-@pytest.mark.skipif(
-    not torch.cpu._is_amx_tile_supported(),
-    reason="this processor has no AMX; the other test used the 'vec' layout",
-)
-def test_amx_served_the_trees(served: Callable[[str], Served]) -> None:
+def test_bfloat16_was_packed_for_amx(served: Callable[[str], Served]) -> None:
     assert served("bfloat16").trees["tree"].layout == "amx"

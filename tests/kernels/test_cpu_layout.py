@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tree_cases import empty_cache, write
+from packed_cases import empty_cache, write
 
 from dyntree_kernels.cpu.layout import unpack
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_inputs import tree_mask
-from tree_cases import make_case, write
+from packed_cases import make_case, write
 from tree_shapes import chain, random_tree
 
 from dyntree_kernels.cpu.kv_move import KVMover, kv_move

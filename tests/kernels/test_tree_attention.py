@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention_checks import FeatureChecks, assert_matches
 from attention_inputs import tree_mask
-from tree_cases import make_case
+from packed_cases import make_case
 from tree_shapes import chain, random_tree
 
 from dyntree_kernels.cpu.attention import PackedCache, TreeAttention

@@ -24,6 +24,8 @@ LAYERS = (
         "dyntree_plugin.engine",
         "dyntree_plugin.escape",
         "dyntree_plugin.secrets",
+        "dyntree_plugin.amx",
+        "dyntree_plugin.signals",
         "dyntree_plugin.strict_json",
         "dyntree_plugin.provenance",
         "dyntree_plugin.pair",

@@ -166,7 +166,7 @@ def _model_checks(
     layers = model.get_total_num_hidden_layers()
     shape = (heads, kv_heads, model.get_head_size(), _dtype(model), rows, layers, block)
     yield kernels.attention(*shape, model=name, asked=asked, table=table)
-    if device_type() == "cpu":
+    if device_type() == "cpu" and not model.use_mla:  # Latent attention has other kernels.
         yield kernels.layout(model.get_head_size(), _dtype(model), model=name)
 
 

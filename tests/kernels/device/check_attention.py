@@ -139,7 +139,7 @@ def test_equal_scores_give_the_mean_of_the_visible_values(dtype: torch.dtype) ->
 
 def test_the_cpu_kernel_gives_the_same() -> None:
     sys.path.append(str(Path(__file__).parents[1]))
-    from tree_cases import empty_cache, write
+    from packed_cases import empty_cache, write
 
     from dyntree_kernels.cpu.attention import tree_attention as on_cpu
 
