@@ -118,7 +118,6 @@ def test_a_wheel_writes_the_dashboards_of_the_repository(built: Built, tmp_path:
         "grafana/dashboards/tree_at_a_glance.json",
         "grafana/prometheus/alerts.yml",
         "grafana/provisioning/datasources/prometheus.yaml",
-        "examples/deployment/monitoring.yaml",
     } <= written
     assert different(there, written, ROOT) == []
     assert "docker compose -f 'to here'/grafana/compose.yaml up" in said

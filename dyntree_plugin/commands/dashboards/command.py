@@ -16,8 +16,7 @@ _NEXT = """\
 
 With your own: add grafana/prometheus/recording.yml and alerts.yml to the rules of Prometheus,
 give its scrape job of vLLM the metric_relabel_configs of prometheus.yml, and import
-grafana/dashboards/*.json into Grafana. examples/deployment has files for Kubernetes, KEDA and the
-Prometheus Operator.
+grafana/dashboards/*.json into Grafana.
 """
 
 

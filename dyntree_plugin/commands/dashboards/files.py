@@ -12,17 +12,13 @@ _PATTERNS = (
     "grafana/dashboards/*.json",
     "grafana/prometheus/*.yml",
     "grafana/provisioning/*/*.yaml",
-    "examples/deployment/*.yaml",
 )
-_OF_SOURCES = {"examples/deployment/compose.yaml"}
-"""Files that need a clone, from which they build an image."""
 
 
 def in_repository(root: Path) -> dict[str, Path]:
     """Return every file by its path below ``root``, the root of the repository."""
     paths = sorted(path for pattern in _PATTERNS for path in root.glob(pattern))
-    named = {path.relative_to(root).as_posix(): path for path in paths}
-    return {name: path for name, path in named.items() if name not in _OF_SOURCES}
+    return {path.relative_to(root).as_posix(): path for path in paths}
 
 
 def installed() -> dict[str, Path]:
