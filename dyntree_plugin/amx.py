@@ -16,7 +16,7 @@ def ask() -> None:
     cpu = torch.cpu
     if not cpu._is_amx_tile_supported() or cpu._init_amx():
         return
-    cpu._is_amx_tile_supported = lambda: False  # type: ignore[assignment]
+    cpu._is_amx_tile_supported = lambda: False
     from vllm.logger import init_logger
 
     init_logger("vllm.dyntree").warning(

@@ -19,7 +19,7 @@ from triton import TritonError
 
 from benchmarks.kernels import cases, timing
 from dyntree_kernels import dispatch
-from dyntree_kernels.contracts import room_for
+from dyntree_kernels.contracts import allocate
 from dyntree_kernels.cuda.attention import half_precision_tiling, tiling
 from dyntree_kernels.cuda.kv_move import KVMover
 from dyntree_kernels.cuda.walk import walk
@@ -159,7 +159,7 @@ def small_kernels() -> dict[str, float]:
     root = torch.zeros(1, dtype=torch.int64, device="cuda")
     slots = torch.arange(64, device="cuda") + 16
     batch, trees = cases.walk_batch(32, 64)
-    found = room_for(32, 64, int(trees.depths.max()), slots.device, ranked=True)
+    found = allocate(32, 64, int(trees.depths.max()), slots.device, ranked=True)
 
     def walk_all() -> None:
         walk(batch, trees, found, ranked=True)

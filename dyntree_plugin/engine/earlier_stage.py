@@ -8,7 +8,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput
 
-from dyntree_plugin.engine.layer_kinds import Accepted
+from dyntree_plugin.engine.layer_kinds import AcceptedPaths
 from dyntree_plugin.engine.pipeline.relay import Decided, Rows
 from dyntree_plugin.engine.stage import TreeStage
 from dyntree_plugin.engine.step.trees import PlacedTrees
@@ -40,7 +40,7 @@ class EarlierStage(TreeStage):
 
     def follow(self, decided: Decided) -> None:
         """Make accepted paths permanent in this stage's layers, and take the next trees."""
-        accepted = Accepted(decided.path, decided.rows.roots, decided.slots)
+        accepted = AcceptedPaths(decided.path, decided.rows.roots, decided.slots)
         for keeper, places in zip(self.keepers, decided.rows.places, strict=True):
             keeper.keep(accepted, places)
         self.trees.put_places(decided.slots, decided.depths, decided.ancestors)

@@ -20,12 +20,12 @@ Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Move cache rows of accepted nodes to the places that a chain would have given them:
 ``move(path, roots, slots)``.
 
-``path`` and ``roots`` as in `Accepted`: node ``path[r, k]`` goes to the place of depth ``k + 1``.
-``slots`` int64 [T]: cache slot of every row.
+``path`` and ``roots`` as in `AcceptedPaths`: node ``path[r, k]`` goes to the place of depth
+``k + 1``. ``slots`` int64 [T]: cache slot of every row.
 """
 
 
-class Accepted(NamedTuple):
+class AcceptedPaths(NamedTuple):
     """The accepted paths of R requests.
 
     ``path`` int64 [R, D]: nodes from the root down, -1 after the last. ``roots`` int64 [R]: batch
@@ -48,7 +48,7 @@ class Keeper(NamedTuple):
     """
 
     places: torch.Tensor
-    keep: Callable[[Accepted, torch.Tensor], None]
+    keep: Callable[[AcceptedPaths, torch.Tensor], None]
 
 
 @dataclass(frozen=True)

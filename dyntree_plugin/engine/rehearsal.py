@@ -111,8 +111,8 @@ class _Rehearsal:
     def _decode(
         self, names: Sequence[str], *, drafted: Sequence[str], grammar: bool = False
     ) -> None:
-        """Run a step of ``names``, of which those ``drafted`` have drafts, perhaps with a grammar
-        that allows every token."""
+        """Run one decode step for requests ``names``; those in ``drafted`` carry drafts.
+        ``grammar``: with one that allows every token."""
         cached = CachedRequestData(
             req_ids=[*names],
             resumed_req_ids=set(),

@@ -25,16 +25,16 @@ from vllm.v1.worker.utils import clear_layer_kv_caches
 
 from dyntree_plugin.admission.request_limits import wrap_seeds
 from dyntree_plugin.engine.agreement import agreement_of
-from dyntree_plugin.engine.block_speculator import BlockSpeculator, CandidateSpeculator
 from dyntree_plugin.engine.budget.step_costs import measure
 from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.configuration import uses_adaptive_budget
+from dyntree_plugin.engine.drafts.base import TreeProposals
+from dyntree_plugin.engine.drafts.drafters import drafter_for
+from dyntree_plugin.engine.drafts.look_up import TextLookUp
 from dyntree_plugin.engine.fallback import chain_reason
 from dyntree_plugin.engine.grammar.drafted import DraftGrammars, InTurn
 from dyntree_plugin.engine.grammar.drafts import RecentDrafts
 from dyntree_plugin.engine.grammar.tries import GrammarTries
-from dyntree_plugin.engine.head_speculator import ContextSpeculator, HeadSpeculator
-from dyntree_plugin.engine.masked_speculators import PARDSpeculator, PEagleSpeculator
 from dyntree_plugin.engine.papers.draw_store import DrawStore
 from dyntree_plugin.engine.sampling.parameters import TreeParameters
 from dyntree_plugin.engine.sampling.processors import (
@@ -43,13 +43,6 @@ from dyntree_plugin.engine.sampling.processors import (
     read_paths,
 )
 from dyntree_plugin.engine.sampling.ranking import TargetRanking
-from dyntree_plugin.engine.sources.look_up import TextLookUp
-from dyntree_plugin.engine.speculator import (
-    LookUpSpeculator,
-    NodeProposals,
-    TreeProposals,
-    TreeSpeculator,
-)
 from dyntree_plugin.engine.stage import TreeStage
 from dyntree_plugin.engine.step.clock import StageTimes
 from dyntree_plugin.engine.step.count import report
@@ -117,7 +110,7 @@ class TreeRunnerMixin(TreeStage):
             tries=self._tries(plan),
             ranking=self._ranking,
         )
-        speculator = _speculator_for(plan, vllm_config.speculative_config)
+        speculator = drafter_for(plan, vllm_config.speculative_config)
         self.speculator: TreeProposals = speculator(vllm_config, device, self, self.compose)
         self.recent_drafts = RecentDrafts(self.pipeline_stages, device)
         self._step_times = StepTimes()
@@ -221,9 +214,8 @@ class TreeRunnerMixin(TreeStage):
 
     def shutdown(self) -> None:
         """Release the KV cache of the further drafts, too, which vLLM does not know."""
-        if isinstance(self.speculator, TreeSpeculator):
-            for draft in self.speculator.further:
-                clear_layer_kv_caches(draft.model.modules())
+        for draft in getattr(self.speculator, "further", ()):
+            clear_layer_kv_caches(draft.model.modules())
         if self.grammars is not None:
             self.grammars.close()
         super().shutdown()
@@ -333,19 +325,6 @@ class TreeRunnerMixin(TreeStage):
             self._row_cost_sent = True
             record.introduce(self._row_cost, self.graphs.fewest_forwards)
         return record
-
-
-def _speculator_for(plan: TreePlan, speculation: Any) -> type[NodeProposals | LookUpSpeculator]:
-    if not plan.has_draft:
-        return LookUpSpeculator
-    if plan.shape.block:
-        masked = {"draft_model": PARDSpeculator, "eagle3": PEagleSpeculator}
-        of_pairs = "DFlash2DraftModel" in speculation.draft_model_config.architectures
-        states = CandidateSpeculator if of_pairs else BlockSpeculator
-        return masked.get(speculation.method, states)
-    if not plan.shape.head:
-        return TreeSpeculator
-    return ContextSpeculator if speculation.use_gemma4_mtp() else HeadSpeculator
 
 
 class RejectionSampler:

@@ -17,8 +17,8 @@ class TreeArrays(NamedTuple):
     ``parents``, ``depths`` int64 and ``values`` float32 [slots, N]; ``counts``, ``admitted``,
     ``grown`` int64 [slots]; ``ancestors`` int32 [slots, N + 1, words]; ``features`` float32
     [slots, N, 2], or [slots, 0, 2] if they are not kept; ``kinds`` int8 [slots, N]; ``forwards``
-    int64 [slots, N]: the draft forwards after the catch-up that it takes at least to propose a
-    node. They are 0 for children of the root and for a trie's nodes. For other nodes they are one
+    int64 [slots, N]: the fewest draft forwards after the catch-up before the node can be proposed.
+    They are 0 for children of the root and for a trie's nodes. For other nodes they are one
     more than the parent's, or the parent's depth if no forward expands a node and its child.
     """
 
@@ -58,7 +58,7 @@ class RowBuffers(NamedTuple):
     above: torch.Tensor
 
 
-class OfRequests(NamedTuple):
+class RequestParams(NamedTuple):
     """Properties of R requests that growth reads, [R] each.
 
     ``roots`` int64: positions of the roots. ``temperatures`` float32. ``classes`` int64: classes of
@@ -76,7 +76,7 @@ class OfRequests(NamedTuple):
     slots: torch.Tensor
 
     @classmethod
-    def room(cls, requests: int, device: torch.device) -> OfRequests:
+    def room(cls, requests: int, device: torch.device) -> RequestParams:
         """Allocate the properties of so many requests."""
 
         def zeros(dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -92,11 +92,11 @@ class OfRequests(NamedTuple):
             slots=zeros(),
         )
 
-    def first(self, requests: int) -> OfRequests:
+    def first(self, requests: int) -> RequestParams:
         """Return views of the first ``requests``."""
-        return OfRequests(*(each[:requests] for each in self))
+        return RequestParams(*(each[:requests] for each in self))
 
-    def fill(self, values: OfRequests) -> None:
+    def fill(self, values: RequestParams) -> None:
         """Copy the properties of R requests to the first R places."""
         for room, each in zip(self, values, strict=True):
             room[: len(each)].copy_(each)
@@ -106,7 +106,7 @@ MOST_CANDIDATES = 8192
 """Of a request on CUDA: one program holds all of them in its registers."""
 
 
-class DraftLaws(NamedTuple):
+class DraftDistributions(NamedTuple):
     """The distributions that nodes are drawn from: the draft's, of its L best tokens alone.
 
     ``tokens`` int32 [slots, E, L]: by slot and expansion, the best first, -1 for none. ``chances``
@@ -130,7 +130,7 @@ class Drawing(NamedTuple):
     and its tokens are places in the distribution. ``chains``: whether every node has one child.
     """
 
-    laws: DraftLaws
+    laws: DraftDistributions
     origins: torch.Tensor
     seeds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     chains: bool = False
@@ -149,7 +149,7 @@ class GrowthSettings(NamedTuple):
     and its child. ``drawing``: None if no tree is drawn.
     """
 
-    of_requests: OfRequests
+    of_requests: RequestParams
     node_budget: int
     children: int
     widths: tuple[int, ...]
@@ -228,7 +228,7 @@ class StepGrowth(Protocol):
         ...
 
     def finish(self) -> torch.Tensor:
-        """Store the trees at `OfRequests.slots`; return their nodes' tokens, int64 [R, N]."""
+        """Store the trees at `RequestParams.slots`; return their nodes' tokens, int64 [R, N]."""
         ...
 
 
@@ -344,7 +344,7 @@ def report_width(nodes: int, levels: int, *, ranked: bool) -> int:
     return AT_DEPTH + 3 * levels + (2 * nodes if ranked else 0)
 
 
-def room_for(
+def allocate(
     requests: int, nodes: int, max_depth: int, device: torch.device, *, ranked: bool
 ) -> Walked:
     """Allocate the result of a walk over trees of at most N ``nodes`` and ``max_depth`` levels."""
@@ -372,7 +372,7 @@ class Walk(Protocol):
     """
 
     def __call__(self, batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) -> None:
-        """Fill ``found``, which `room_for` has allocated with the same ``ranked``.
+        """Fill ``found``, which `allocate` has allocated with the same ``ranked``.
 
         The children of a node have different tokens.
 

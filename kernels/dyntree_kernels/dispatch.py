@@ -47,7 +47,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """Name of the implementation, and the reason in words."""
 
     name: str
@@ -176,7 +176,7 @@ def installed() -> set[str]:
 
 def choose(
     problem: Problem, available: Collection[str], table: Collection[Measurement] = ()
-) -> Choice:
+) -> KernelChoice:
     """Choose the fastest of the `available` implementations by `table`, or else by a fixed rule.
 
     The table counts where it has measurements of the same device, head size, dtype and head group
@@ -196,14 +196,14 @@ def choose(
     if not serving:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in obstacles.items())
         raise ValueError(f"no kernel serves tree attention of {problem} ({reasons})")
-    choice = _fastest(problem, serving, table) or Choice(
+    choice = _fastest(problem, serving, table) or KernelChoice(
         serving[0], "the first one that serves this shape; no measurement of it"
     )
     logger.info("tree attention by %s: %s", choice.name, choice.reason)
     return choice
 
 
-def _fastest(p: Problem, serving: list[str], table: Collection[Measurement]) -> Choice | None:
+def _fastest(p: Problem, serving: list[str], table: Collection[Measurement]) -> KernelChoice | None:
     dtype, group = str(p.dtype).removeprefix("torch."), p.heads // p.kv_heads
     key = (p.device, p.head_size, dtype, group)
     alike = [
@@ -229,4 +229,4 @@ def _fastest(p: Problem, serving: list[str], table: Collection[Measurement]) -> 
         f"measured {best.of_step(p.layers):.0f} µs per step at {best.rows} rows after "
         f"{best.context} positions"
     )
-    return Choice(best.implementation, f"{reason} (others: {others or 'none'})")
+    return KernelChoice(best.implementation, f"{reason} (others: {others or 'none'})")

@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from dyntree_kernels.contracts import BatchRows, DraftLaws
+from dyntree_kernels.contracts import BatchRows, DraftDistributions
 
 LAW_SIZES = {"cpu": 1024, "cuda": 64}
 """By device: most tokens of a draft's distribution that nodes are drawn from. Each takes 8 bytes,
@@ -56,7 +56,7 @@ class DrawnTrees(NamedTuple):
     root's. ``parents`` int64 [slots, N].
     """
 
-    laws: DraftLaws
+    laws: DraftDistributions
     counts: torch.Tensor
     accepting: torch.Tensor
     emitting: torch.Tensor

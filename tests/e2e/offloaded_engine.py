@@ -33,8 +33,8 @@ def loaded_as_vllm_does() -> Iterator[None]:
     from vllm_cpu_runner import install
 
     install()  # must run before the runner's modules are imported
-    from dyntree_plugin.engine.head_speculator import HeadSpeculator
-    from dyntree_plugin.engine.speculator import TreeSpeculator
+    from dyntree_plugin.engine.drafts.draft_model import TreeSpeculator
+    from dyntree_plugin.engine.drafts.head import HeadSpeculator
 
     stock: Any = TreeSpeculator.load_draft_model
     of_head: Any = HeadSpeculator.load_draft_model

@@ -64,7 +64,7 @@ def other_parents(runner: Any) -> Iterator[None]:
 @contextmanager
 def states_not_received(runner: Any) -> Iterator[None]:
     """Let a head read zeros for what the target's hidden states are. Output must not change."""
-    from dyntree_plugin.engine.sources.head import TargetHead
+    from dyntree_plugin.engine.drafts.head import TargetHead
 
     def receive(head: Any, *_: Any) -> None:
         head._states.given.zero_()

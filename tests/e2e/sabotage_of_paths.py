@@ -85,15 +85,15 @@ def list_order(runner: Any) -> Iterator[None]:
 @contextmanager
 def free_nodes(runner: Any) -> Iterator[None]:
     """Restrict what follows a tree's root, and nothing that follows a node."""
-    from dyntree_plugin.engine.grammar.walk import ANY, TreeWalk
+    from dyntree_plugin.engine.grammar.walk import ANY, GrammarWalk
 
-    stock = TreeWalk.fill
+    stock = GrammarWalk.fill
 
     def fill(self: Any, tree: Any) -> None:
         stock(self, tree)
         self._bitmask[self._first + 1 : self._first + 1 + len(tree.tokens)] = ANY
 
-    with mock.patch.object(TreeWalk, "fill", fill):
+    with mock.patch.object(GrammarWalk, "fill", fill):
         yield
 
 

@@ -125,11 +125,11 @@ def of_own_experts(stock: Callable[..., None]) -> Callable[..., None]:
 @contextmanager
 def asks_before_each_forward() -> Iterator[None]:
     """Leave out the sizes with which a draft's forward is this rank's alone."""
-    from dyntree_plugin.engine import further_drafts, head_speculator
+    from dyntree_plugin.engine.drafts import base, draft_model
 
     with (
-        mock.patch.object(further_drafts, "sizes_alone", return_value=None),
-        mock.patch.object(head_speculator, "sizes_alone", return_value=None),
+        mock.patch.object(draft_model, "sizes_alone", return_value=None),
+        mock.patch.object(base, "sizes_alone", return_value=None),
     ):
         yield
 

@@ -22,12 +22,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_plugin.engine.cpu.ops import CPUOps
 from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedStages
-from dyntree_plugin.engine.sources.block import BlockDraft
-from dyntree_plugin.engine.sources.draft_models import DraftModels
-from dyntree_plugin.engine.sources.head import HeadStates, TargetHead
-from dyntree_plugin.engine.sources.look_up import TextLookUp
-from dyntree_plugin.engine.sources.masked_text import MaskedText
-from dyntree_plugin.engine.sources.state_blocks import StateBlocks
+from dyntree_plugin.engine.drafts.block import BlockDraft, StateBlocks
+from dyntree_plugin.engine.drafts.draft_model import DraftModels
+from dyntree_plugin.engine.drafts.head import HeadStates, TargetHead
+from dyntree_plugin.engine.drafts.look_up import TextLookUp
+from dyntree_plugin.engine.drafts.masked import MaskedText
 from dyntree_plugin.engine.step import rows as row_memory
 from dyntree_plugin.engine.step.catch_up import CatchUp
 from dyntree_plugin.engine.step.draft import Drafter

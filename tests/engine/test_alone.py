@@ -9,10 +9,10 @@ import pytest
 import torch
 import vllm.forward_context
 
-from dyntree_plugin.engine import agreement, further_drafts, head_speculator
-from dyntree_plugin.engine.further_drafts import FurtherDraft
-from dyntree_plugin.engine.head_speculator import HeadSpeculator
-from dyntree_plugin.engine.speculator import TreeSpeculator
+from dyntree_plugin.engine import agreement
+from dyntree_plugin.engine.drafts import base, draft_model
+from dyntree_plugin.engine.drafts.draft_model import FurtherDraft, TreeSpeculator
+from dyntree_plugin.engine.drafts.head import HeadSpeculator
 
 ROWS = 5
 
@@ -75,7 +75,7 @@ def test_without_its_sizes_each_forward_asks_all_ranks(
     kind: type[Any], asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: another rank, which drafts with fewer forwards, would never answer."""
-    for module in (further_drafts, head_speculator):
+    for module in (draft_model, base):
         monkeypatch.setattr(module, "sizes_alone", lambda *_: None)
     forward(kind, 2)
     assert asked == [ROWS]

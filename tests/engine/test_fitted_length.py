@@ -12,9 +12,10 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from dyntree_plugin.engine.head_speculator import HeadSpeculator
+from dyntree_plugin.engine.drafts.draft_model import TreeSpeculator
+from dyntree_plugin.engine.drafts.head import HeadSpeculator
+from dyntree_plugin.engine.drafts.look_up import LookUpSpeculator
 from dyntree_plugin.engine.runner import TreeRunnerMixin
-from dyntree_plugin.engine.speculator import LookUpSpeculator, TreeSpeculator
 from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import COLUMNS, Requests
 from dyntree_plugin.engine.step.rows import PAD_SLOT, RowMemory, TensorRows

@@ -9,9 +9,8 @@ import pytest
 import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from dyntree_plugin.engine.further_drafts import FurtherDraft
+from dyntree_plugin.engine.drafts.draft_model import FurtherDraft, TreeSpeculator
 from dyntree_plugin.engine.runner import TreeRunnerMixin
-from dyntree_plugin.engine.speculator import TreeSpeculator
 
 
 class Layer(torch.nn.Module):

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import (
     StandaloneARSpeculator,
 )
 
-from dyntree_plugin.engine import head_speculator, speculator
+from dyntree_plugin.engine.drafts import draft_model, head
 
 
 class Prefetching(BaseOffloader):
@@ -66,15 +66,15 @@ def model(layers: int) -> nn.Module:
 def load_draft(monkeypatch: pytest.MonkeyPatch, load: Callable[..., nn.Module]) -> Any:
     """Load a draft and a further one."""
     monkeypatch.setattr(StandaloneARSpeculator, "load_draft_model", load)
-    monkeypatch.setattr(speculator, "load_further_drafts", lambda _: [load()])
-    found: Any = object.__new__(speculator.TreeSpeculator)
+    monkeypatch.setattr(draft_model, "load_further_drafts", lambda _: [load()])
+    found: Any = object.__new__(draft_model.TreeSpeculator)
     found.vllm_config = None
     return found
 
 
 def load_head(monkeypatch: pytest.MonkeyPatch, load: Callable[..., nn.Module]) -> Any:
-    monkeypatch.setattr(head_speculator, "load_eagle_model", load)
-    found: Any = object.__new__(head_speculator.HeadSpeculator)
+    monkeypatch.setattr(head, "load_eagle_model", load)
+    found: Any = object.__new__(head.HeadSpeculator)
     found.vllm_config = None
     return found
 
@@ -124,7 +124,7 @@ def test_the_offloader_is_back_after_a_draft_that_cannot_be_loaded(
     set_offloader(offloader)
     found = kind(monkeypatch, lambda *_: model(2))
     if kind is load_draft:
-        monkeypatch.setattr(speculator, "load_further_drafts", fail)
+        monkeypatch.setattr(draft_model, "load_further_drafts", fail)
     else:
         found = kind(monkeypatch, fail)
     with pytest.raises(OSError, match="no such file"):

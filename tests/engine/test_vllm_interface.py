@@ -39,10 +39,10 @@ CPU = [
     *[f"states.layers.Tree{layer}" for layer in RECURRENT],
 ]
 SHARED = [
-    "block_speculator.BlockSpeculator",
-    "speculator.TreeSpeculator",
-    "speculator.LookUpSpeculator",
-    "head_speculator.ContextSpeculator",
+    "drafts.block.BlockSpeculator",
+    "drafts.draft_model.TreeSpeculator",
+    "drafts.look_up.LookUpSpeculator",
+    "drafts.head.ContextSpeculator",
     "scheduler.TreeScheduler",
     "scheduler.AsyncTreeScheduler",
     "telemetry.step_record.CountedOutput",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.acceptance.traversal import traverse
-from dyntree_kernels.contracts import BatchRows, DraftLaws
+from dyntree_kernels.contracts import BatchRows, DraftDistributions
 from dyntree_kernels.cpu.gumbel import gumbel_noise
 from dyntree_kernels.drawn import DecideTrees, DrawnTrees
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING
@@ -26,7 +26,7 @@ draft's distribution."""
 TEMPERATURE = int(torch.tensor(0.7).view(torch.int32))
 
 
-def _laws(slots: int, vocabulary: int, g: torch.Generator) -> DraftLaws:
+def _laws(slots: int, vocabulary: int, g: torch.Generator) -> DraftDistributions:
     """Return a distribution for every row of every tree; some have fewer tokens than others."""
     size = min(OFFERED, vocabulary)
     tokens = torch.rand(slots, NODES + 1, vocabulary, generator=g).argsort(2)[:, :, :size]
@@ -34,7 +34,7 @@ def _laws(slots: int, vocabulary: int, g: torch.Generator) -> DraftLaws:
     known = torch.randint(4, size + 1, (slots, NODES + 1, 1), generator=g)
     beyond = torch.arange(size) >= known
     chances = scores.masked_fill(beyond, -torch.inf).softmax(2)
-    return DraftLaws(tokens.masked_fill(beyond, -1).int(), chances)
+    return DraftDistributions(tokens.masked_fill(beyond, -1).int(), chances)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class DrawnChecks:
         """Return the samples and the forbidden nodes."""
         rows = BatchRows(*(each.clone().to(self.device) for each in case.rows if each is not None))
         laws, *others = case.trees
-        moved = DraftLaws(*(each.to(self.device) for each in laws))
+        moved = DraftDistributions(*(each.to(self.device) for each in laws))
         trees = DrawnTrees(moved, *(each.to(self.device) for each in others))
         type(self).decide(rows, case.logits.to(self.device), trees)
         assert rows.forbidden is not None
@@ -210,7 +210,9 @@ class DrawnChecks:
         case = Case.of(20, 0.0, chains=True)
         trees, rows = case.trees, case.rows
         only = torch.where(torch.arange(trees.laws.tokens.shape[2]) == 0, 1.0, 0.0)
-        laws = DraftLaws(trees.laws.tokens.clone(), only.expand_as(trees.laws.chances).clone())
+        laws = DraftDistributions(
+            trees.laws.tokens.clone(), only.expand_as(trees.laws.chances).clone()
+        )
         laws.tokens[:, :, 1:] = -1
         logits, ids = torch.full_like(case.logits, -torch.inf), rows.ids.clone()
         for slot, top, drafts, root, *_ in rows.requests.tolist():

@@ -10,7 +10,7 @@ import torch
 from random_tries import random_trie
 
 from dyntree_kernels.ancestors import unpack_bits
-from dyntree_kernels.contracts import Drawing, GrowthSettings, OfRequests, RowBuffers, StepGrowth
+from dyntree_kernels.contracts import Drawing, GrowthSettings, RequestParams, RowBuffers, StepGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.tries import Trie
 from dyntree_plugin.engine.papers.draw_store import DrawStore
@@ -82,15 +82,15 @@ def memory_of(
     scratch = torch.arange(groups * columns, device=device).view(groups, columns)
     slots = numbers.expand(groups, -1).clone()
     rows_of = RowBuffers(numbers.int(), numbers.clone(), slots, 1000 + scratch, numbers.clone())
-    return GrowthMemory(OfRequests.room(requests, device), rows_of, last)
+    return GrowthMemory(RequestParams.room(requests, device), rows_of, last)
 
 
 @dataclass(frozen=True)
 class Case:
     """The requests of a step: ``room`` counts the scratch columns of each; some are ``chained``.
 
-    ``noise`` is added to their seeds. ``levels``: as in `OfRequests`. ``draws``: whether trees are
-    drawn at a temperature above 0, or chains if they are small.
+    ``noise`` is added to their seeds. ``levels``: as in `RequestParams`. ``draws``: whether trees
+    are drawn at a temperature above 0, or chains if they are small.
     """
 
     shape: TreeShape
@@ -181,7 +181,7 @@ class Step:
         seeds = torch.arange(case.requests) + case.seed + case.noise
         levels = torch.tensor(case.levels or [LAST] * case.requests)
         roots, classes = LAST - torch.tensor(case.room), temperature_class(temperatures)
-        given = OfRequests(roots, temperatures, classes, seeds, chained, levels, self.slots)
+        given = RequestParams(roots, temperatures, classes, seeds, chained, levels, self.slots)
         self.memory.of_requests.fill(given)
         self.growth.start(case.requests)
         self.forwards: list[Forward] = []

@@ -24,7 +24,7 @@ from dyntree_kernels.contracts import (
     TreeArrays,
     Walk,
     Walked,
-    room_for,
+    allocate,
 )
 from dyntree_plugin.tree.match import match
 
@@ -206,7 +206,7 @@ class WalkChecks:
     def walked(self, batch: BatchRows, trees: TreeArrays, depth: int, ranked: bool) -> Walked:
         rows, stored = self.on_device(batch, trees)
         size = len(batch.requests), trees.parents.shape[1], depth
-        found = room_for(*size, self.device, ranked=ranked)
+        found = allocate(*size, self.device, ranked=ranked)
         self.walk(rows, stored, found, ranked=ranked)
         return Walked(*(x.cpu() for x in found))
 

@@ -39,8 +39,8 @@ def largest_error(isa: str, head_size: int, dtype: torch.dtype) -> float:
     ops.cpu_attention_with_kv_cache(
         query, keys, values, out, bounds, length, scale, True, None, -1, table, 0, schedule, None
     )
-    exact = (each.transpose(0, 1).double() for each in (query, key, value))
-    expected = torch.nn.functional.scaled_dot_product_attention(*exact, is_causal=True)
+    q, k, v = (each.transpose(0, 1).double() for each in (query, key, value))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     return float((out.transpose(0, 1).double() - expected).abs().max())
 
 

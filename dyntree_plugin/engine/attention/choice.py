@@ -147,7 +147,7 @@ def _graph_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
 
 def _choose(
     problem: dispatch.Problem, asked: str, table: Collection[dispatch.Measurement]
-) -> tuple[dispatch.Choice, Any]:
+) -> tuple[dispatch.KernelChoice, Any]:
     """Choose a kernel, and return its module, which is compiled by now; Triton has none.
 
     Raises:

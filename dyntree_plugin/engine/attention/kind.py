@@ -13,7 +13,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from dyntree_kernels.features import ADVICE, KV_CACHE_DTYPES, OTHER_CACHE, SERVED_ON
 from dyntree_plugin.engine.attention.features import UNQUANTISED, features_of
 from dyntree_plugin.engine.attention.registration import registered
-from dyntree_plugin.engine.layer_kinds import ANOTHER_MODEL, Accepted, Keeper, LayerGroup
+from dyntree_plugin.engine.layer_kinds import ANOTHER_MODEL, AcceptedPaths, Keeper, LayerGroup
 
 
 class AttentionKind:
@@ -64,7 +64,7 @@ class AttentionKind:
         mover = resolve_obj_by_qualname(self._mover)
         moves = [mover(layers) for layers in _by_shape(group.layers.values())]
 
-        def keep(accepted: Accepted, slots: torch.Tensor) -> None:
+        def keep(accepted: AcceptedPaths, slots: torch.Tensor) -> None:
             for move in moves:
                 move(accepted.path, accepted.roots, slots)
 

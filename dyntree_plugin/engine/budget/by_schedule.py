@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
-from dyntree_plugin.tree.budget.choice import Choice, best_drafting, node_buckets
+from dyntree_plugin.tree.budget.choice import DraftingChoice, best_drafting, node_buckets
 from dyntree_plugin.tree.budget.row_cost import RowCost
 from dyntree_plugin.tree.budget.worth import FIRST_TREES, ForwardSeconds, TreeWorth
 
@@ -53,12 +53,12 @@ class NodeBuckets:
         self.forwards = chosen.forwards
         return chosen.nodes
 
-    def _choose(self, requests: int) -> Choice:
+    def _choose(self, requests: int) -> DraftingChoice:
         """Choose the fastest; whole trees until enough trees were observed."""
         worth, seconds = self._worth.table, self._forward_seconds.of(requests)
         known = self._worth.whole_trees >= FIRST_TREES
         if not known or worth is None or self._cost is None or seconds is None:
-            return Choice(self._most, self.sizes[-1])
+            return DraftingChoice(self._most, self.sizes[-1])
         # A choice looks no further: a kernel that is faster with more rows has up to twice as many.
         most = 2 * requests * (1 + self.sizes[-1])
         given = (requests, self._cost.seconds(most, self._context), seconds)

@@ -25,7 +25,7 @@ from dyntree_plugin.engine.cuda.graph_memory import GraphMemory
 from dyntree_plugin.engine.cuda.graphs import Input, Record, RequestGraphs, Tensors, request_sizes
 from dyntree_plugin.engine.step.catch_up import CatchUp
 from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager, Rank
-from dyntree_plugin.engine.step.ops import Player
+from dyntree_plugin.engine.step.ops import DraftRun
 from dyntree_plugin.engine.step.records import Emitted, Learning
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
 from dyntree_plugin.engine.step.trees import PlacedTrees
@@ -125,7 +125,7 @@ class CapturedStages:
     ) -> tuple[Walked, Learning | None] | None:
         return None if self._verification is None else self._verification(packed, sampled)
 
-    def drafting(self, packed: torch.Tensor, rank: Rank | None = None) -> Player | None:
+    def drafting(self, packed: torch.Tensor, rank: Rank | None = None) -> DraftRun | None:
         return None if self._drafting is None else self._drafting.player(packed, rank)
 
 
@@ -143,7 +143,7 @@ class CapturedVerification:
         self._verifier = verifier
         # Results are copied to the host while graphs of drafting run. Memory of this graph's pool
         # could belong to those as well.
-        self._room = verifier.room_for(most)
+        self._room = verifier.allocate(most)
         if drafting is not None:
             requests, of = drafting.packed, drafting.emitted
             self._room = self._room._replace(
@@ -271,7 +271,7 @@ class CapturedDrafting:
         if self.logits is not None:
             self.logits.compile()
 
-    def player(self, packed: torch.Tensor, rank: Rank | None = None) -> Player | None:
+    def player(self, packed: torch.Tensor, rank: Rank | None = None) -> DraftRun | None:
         """Replay the stages for these requests; None for a batch that was not captured."""
         if not self.first.serves(len(packed)):
             return None
@@ -330,7 +330,7 @@ def _one_run(forwards: int) -> list[range]:
 
 
 class Replay:
-    """A `Player` that replays graphs over the requests of one step."""
+    """A `DraftRun` that replays graphs over the requests of one step."""
 
     def __init__(self, drafting: CapturedDrafting, packed: torch.Tensor) -> None:
         self._drafting = drafting
@@ -364,7 +364,7 @@ class Replay:
 
 
 class RankedReplay:
-    """A `Player` that replays graphs, and ranks the draft's logits between them."""
+    """A `DraftRun` that replays graphs, and ranks the draft's logits between them."""
 
     def __init__(
         self, drafting: CapturedDrafting, logits: CapturedLogits, packed: torch.Tensor, rank: Rank

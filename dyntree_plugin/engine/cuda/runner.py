@@ -23,10 +23,10 @@ from dyntree_plugin.engine.cuda.graphs import Record
 from dyntree_plugin.engine.cuda.ops import CUDAOps
 from dyntree_plugin.engine.cuda.target_graphs import offer_larger, thin_out
 from dyntree_plugin.engine.cuda.transfer import StreamSend
+from dyntree_plugin.engine.drafts.look_up import MOST_TEXT_BYTES, move_texts_to_device
 from dyntree_plugin.engine.earlier_stage import EarlierStage
 from dyntree_plugin.engine.fallback import MAX_CHUNK_BYTES
 from dyntree_plugin.engine.runner import TreeRunnerMixin
-from dyntree_plugin.engine.sources.look_up import MOST_TEXT_BYTES, move_texts_to_device
 from dyntree_plugin.engine.stage import TreeStage
 from dyntree_plugin.engine.step.growth_stages import DraftStages
 from dyntree_plugin.engine.step.ops import TreeOps

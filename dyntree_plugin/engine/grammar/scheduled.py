@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from dyntree_plugin.engine.grammar.drafts import TreeDrafts
-from dyntree_plugin.engine.grammar.walk import ANY, Tree, TreeWalk
+from dyntree_plugin.engine.grammar.walk import ANY, GrammarWalk, Tree
 
 if TYPE_CHECKING:
     import numpy as np
@@ -115,7 +115,7 @@ class TreeGrammars:
         # Since 0.33, some tokens may not end a request's reasoning.
         forbidden = getattr(self._manager, "_masked_reasoning_ends", None)
         before = forbidden and functools.partial(forbidden, request)
-        TreeWalk(request.request_id, grammar, bitmask, first, starts, before).fill(tree)
+        GrammarWalk(request.request_id, grammar, bitmask, first, starts, before).fill(tree)
 
     def _room(self, rows: int) -> torch.Tensor:
         if self._bitmask is None or len(self._bitmask) < rows:

@@ -74,7 +74,7 @@ class _Entered:
     free: bool
 
 
-class TreeWalk:
+class GrammarWalk:
     """Takes a grammar depth-first through a tree, and back to the root."""
 
     def __init__(

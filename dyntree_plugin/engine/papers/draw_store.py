@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.contracts import DraftLaws, Drawing
+from dyntree_kernels.contracts import DraftDistributions, Drawing
 from dyntree_plugin.tree.noise import DRAFT, stream
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import Draws
@@ -16,8 +16,8 @@ class DrawStore:
     def __init__(
         self, num_slots: int, plan: TreePlan, vocabulary: int, device: torch.device, law_size: int
     ) -> None:
-        """``vocabulary``: entries of the draft's distributions. ``law_size``: most of them that
-        trees and chains with exactness distribution are drawn from."""
+        """``vocabulary``: entries of the draft's distributions. ``law_size``: draft tokens
+        kept per distribution."""
         slots = num_slots + 1
         rows = plan.shape.node_budget + 1 if plan.reads_draws else 0
         self._draws = torch.full(
@@ -26,7 +26,7 @@ class DrawStore:
         self._log_draft = torch.zeros(slots, rows, vocabulary, device=device)
         expansions = 1 + sum(plan.growing.widths) if plan.draws else 0
         chances = torch.zeros(slots, expansions, min(law_size, vocabulary), device=device)
-        self.laws = DraftLaws(torch.full_like(chances, -1, dtype=torch.int32), chances)
+        self.laws = DraftDistributions(torch.full_like(chances, -1, dtype=torch.int32), chances)
         """What the nodes of trees with exactness distribution were drawn from. Expansions that a
         step does not reach hold earlier ones."""
         self.origins = torch.zeros(slots, plan.shape.node_budget, dtype=torch.int64, device=device)

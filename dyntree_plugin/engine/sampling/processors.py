@@ -67,7 +67,7 @@ class ProcessorsOnTrees(LogitsProcessor):
 
     @property
     def copies(self) -> int:
-        """How often a row of logits is there at most while processors run."""
+        """Peak copies of a logits row while processors run."""
         return self._trees.shape.max_depth + 1 if self._custom and self._unrolls else 1
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:

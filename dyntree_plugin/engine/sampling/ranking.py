@@ -24,8 +24,8 @@ from dyntree_plugin.tree.truncation import Truncation, truncate
 class TargetRanking:
     """What the target's sampler does to logits before it draws, for the rows of a draft.
 
-    It ends before the temperature, which growth applies. Top-k, top-p and min-p exclude the tokens
-    that they exclude after it.
+    It ends before the temperature, which growth applies. Top-k, top-p and min-p mask the same
+    tokens as after temperature.
     """
 
     def __init__(

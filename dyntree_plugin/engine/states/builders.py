@@ -20,7 +20,7 @@ NOT_KEPT = -1
 
 
 @dataclass
-class Drafted:
+class DraftedRows:
     """Metadata of a batch whose first ``rows`` rows belong to the requests with drafts.
 
     ``number``: of the forward. ``trees``: what the device's kernels read of the rows. ``rest``:
@@ -86,7 +86,7 @@ class WithDrafts:
         self.kept[:, 1] = self._forwards
         self._clear(common, drafted)
         trees = self.trees_of(common, drafted, rows, tree_mask)
-        return Drafted(self._forwards, rows, trees, rest)
+        return DraftedRows(self._forwards, rows, trees, rest)
 
     def trees_of(
         self, common: CommonAttentionMetadata, drafted: int, rows: int, mask: TreeMask

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from dyntree_kernels.recurrence import Commit
-from dyntree_plugin.engine.layer_kinds import Accepted
+from dyntree_plugin.engine.layer_kinds import AcceptedPaths
 
 
-def committer(layers: Collection[Any], requests: int) -> Callable[[Accepted, torch.Tensor], None]:
+def committer(
+    layers: Collection[Any], requests: int
+) -> Callable[[AcceptedPaths, torch.Tensor], None]:
     """Make what keeps paths in layers `WithStates` of one KV cache group.
 
     ``requests``: the most of the engine. The places are slots of states, negative for a request
@@ -21,7 +23,7 @@ def committer(layers: Collection[Any], requests: int) -> Callable[[Accepted, tor
     each = [*layers]
     advance = each[0].together(each)
 
-    def keep(accepted: Accepted, places: torch.Tensor) -> None:
+    def keep(accepted: AcceptedPaths, places: torch.Tensor) -> None:
         advance(_commit(accepted, places, requests), places[0, 1])
 
     return keep
@@ -42,7 +44,7 @@ class OneStatePerRequest:
         num_accepted_tokens.fill_(1)
 
 
-def _commit(accepted: Accepted, places: torch.Tensor, requests: int) -> Commit:
+def _commit(accepted: AcceptedPaths, places: torch.Tensor, requests: int) -> Commit:
     """Return the batch rows to commit: of each request its root, and then the accepted path."""
     path, roots = accepted.path, accepted.roots[:, None]
     slots, _, ends, end_slots = places[: len(path)].unbind(1)

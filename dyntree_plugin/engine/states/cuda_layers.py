@@ -12,7 +12,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from dyntree_kernels.cuda.recurrence import TreeRows, convolve, gated_delta_rule, state_space
+from dyntree_kernels.cuda.recurrence import RecurrentRows, convolve, gated_delta_rule, state_space
 from dyntree_kernels.cuda.state_commits import (
     Layers,
     advance_delta_rule,
@@ -23,7 +23,7 @@ from dyntree_kernels.recurrence import Commit
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.configuration import tree_plan
-from dyntree_plugin.engine.states.builders import NOT_KEPT, Drafted, WithDrafts
+from dyntree_plugin.engine.states.builders import NOT_KEPT, DraftedRows, WithDrafts
 from dyntree_plugin.engine.states.rows import DeltaNetRows, Mamba2Rows, ShortConvRows, WithStates
 
 
@@ -57,11 +57,11 @@ class WithDraftsOnCUDA(WithDrafts):
             return self.build(0, common)
         requests, rows = common.num_reqs, common.num_actual_tokens
         self._place(common, requests)
-        return Drafted(NOT_KEPT, rows, self._rows_of(common, requests, rows), None)
+        return DraftedRows(NOT_KEPT, rows, self._rows_of(common, requests, rows), None)
 
     def trees_of(
         self, common: CommonAttentionMetadata, drafted: int, rows: int, mask: TreeMask
-    ) -> TreeRows:
+    ) -> RecurrentRows:
         masks = mask.ctx_lens[:drafted], mask.ancestor_bits[:rows]
         return self._rows_of(common, drafted, rows, *masks, all_trees=not mask.has_plain)
 
@@ -72,7 +72,7 @@ class WithDraftsOnCUDA(WithDrafts):
         rows: int,
         *masks: torch.Tensor,
         all_trees: bool = False,
-    ) -> TreeRows:
+    ) -> RecurrentRows:
         starts = common.query_start_loc[: requests + 1]
         filled = self.masks.fill(
             starts, common.seq_lens[:requests], rows, *masks, all_trees=all_trees
@@ -80,7 +80,7 @@ class WithDraftsOnCUDA(WithDrafts):
         uniform = rows == requests * common.max_query_len
         # Each number may need another kernel; graphs compile theirs at capture.
         most = common.max_query_len if uniform else self.masks.columns
-        return TreeRows(self.kept[:requests, 0], starts, *filled, most)
+        return RecurrentRows(self.kept[:requests, 0], starts, *filled, most)
 
     def warm_up(self, *_: Any) -> None:
         """Do nothing: `StateKind` has compiled what the layers run."""
@@ -123,7 +123,7 @@ class OnCUDA(WithStates):
         return mixed
 
     def recur(
-        self, trees: TreeRows, mixed: torch.Tensor, gates: torch.Tensor, out: torch.Tensor
+        self, trees: RecurrentRows, mixed: torch.Tensor, gates: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Run what was convolved [T, C] and gates [T, G] through the recurrence."""
 
@@ -137,7 +137,11 @@ class OnCUDA(WithStates):
         """Advance the recurrence's states."""
 
     def through(
-        self, drafted: Drafted, raw: torch.Tensor, gates: Sequence[torch.Tensor], out: torch.Tensor
+        self,
+        drafted: DraftedRows,
+        raw: torch.Tensor,
+        gates: Sequence[torch.Tensor],
+        out: torch.Tensor,
     ) -> None:
         rows, trees = len(raw), drafted.trees
         weight, bias, silu = self.convolution
@@ -164,7 +168,7 @@ class OnCUDA(WithStates):
         none = torch.zeros(2, dtype=torch.int32, device=device)
         slots = torch.zeros(1, dtype=torch.int64, device=device)
         bits = torch.zeros(1, -(-self._columns // 32), dtype=torch.int32, device=device)
-        trees = TreeRows(slots, none, none[:1], bits, self._columns)
+        trees = RecurrentRows(slots, none, none[:1], bits, self._columns)
         weight, bias, silu = self.convolution
         mixed = self._mixed if len(self._mixed) else torch.empty_like(self._raw)
         convolve(trees, self.history, self._raw, weight, bias, silu, mixed, self._raw)
@@ -184,7 +188,7 @@ class TreeMambaMixer2(OnCUDA, Mamba2Rows, MambaMixer2):
         return x
 
     def recur(
-        self, trees: TreeRows, mixed: torch.Tensor, gates: torch.Tensor, out: torch.Tensor
+        self, trees: RecurrentRows, mixed: torch.Tensor, gates: torch.Tensor, out: torch.Tensor
     ) -> None:
         x, b, c = self.split(mixed)
         given = x, gates, self.A, b, c, self.D, self.dt_bias
@@ -234,7 +238,7 @@ class TreeGatedDeltaNet(OnCUDA, DeltaNetRows, QwenGatedDeltaNetAttention):
         QwenGatedDeltaNetAttention._forward_core(self, *given)
 
     def recur(
-        self, trees: TreeRows, mixed: torch.Tensor, gates: torch.Tensor, out: torch.Tensor
+        self, trees: RecurrentRows, mixed: torch.Tensor, gates: torch.Tensor, out: torch.Tensor
     ) -> None:
         (q, k, v), (a, b) = self.split(mixed), gates.chunk(2, dim=1)
         gated_delta_rule(trees, self.states, q, k, v, a, b, self.A_log, self.dt_bias, out)

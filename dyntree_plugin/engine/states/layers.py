@@ -17,7 +17,7 @@ from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from dyntree_kernels.cpu.recurrence import Order, gated_delta_rule, sequences, state_space
 from dyntree_kernels.cpu.tree_layers import Layer, PathCommit
 from dyntree_kernels.recurrence import Commit, TreeStates, inputs
-from dyntree_plugin.engine.states.builders import Drafted, WithDraftsOnCPU
+from dyntree_plugin.engine.states.builders import DraftedRows, WithDraftsOnCPU
 from dyntree_plugin.engine.states.rows import DeltaNetRows, Mamba2Rows, ShortConvRows, WithStates
 
 
@@ -47,7 +47,11 @@ class OnCPU(WithStates):
         raise NotImplementedError
 
     def through(
-        self, drafted: Drafted, raw: torch.Tensor, gates: Sequence[torch.Tensor], out: torch.Tensor
+        self,
+        drafted: DraftedRows,
+        raw: torch.Tensor,
+        gates: Sequence[torch.Tensor],
+        out: torch.Tensor,
     ) -> None:
         # Compiled code reuses the memory.
         read = raw.clone(), torch.cat([*gates, raw[:, :0]], dim=1)

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionBackend
 
 from dyntree_kernels.recurrence import Commit
-from dyntree_plugin.engine.states.builders import Drafted, with_drafts
+from dyntree_plugin.engine.states.builders import DraftedRows, with_drafts
 
 
 class WithStates:
@@ -59,10 +59,10 @@ class WithStates:
         history: torch.Tensor = self.kv_cache[0]
         return history
 
-    def drafted(self) -> Drafted | None:
+    def drafted(self) -> DraftedRows | None:
         """Return the rows of this forward's requests with drafts; None if there are none."""
         metadata = self.metadata()
-        return metadata if isinstance(metadata, Drafted) else None
+        return metadata if isinstance(metadata, DraftedRows) else None
 
     def metadata(self) -> Any:
         """Return the metadata of this forward; None while vLLM measures memory."""
@@ -70,7 +70,7 @@ class WithStates:
         return None if metadata is None else metadata.get(self.prefix)
 
     @contextmanager
-    def without(self, drafted: Drafted) -> Iterator[None]:
+    def without(self, drafted: DraftedRows) -> Iterator[None]:
         """Let vLLM's forward of this layer run the other rows."""
         metadata: Any = get_forward_context().attn_metadata
         stock = metadata[self.prefix]
@@ -81,7 +81,11 @@ class WithStates:
             metadata[self.prefix] = stock
 
     def through(
-        self, drafted: Drafted, raw: torch.Tensor, gates: Sequence[torch.Tensor], out: torch.Tensor
+        self,
+        drafted: DraftedRows,
+        raw: torch.Tensor,
+        gates: Sequence[torch.Tensor],
+        out: torch.Tensor,
     ) -> None:
         """Run the rows of drafts with inputs ``raw`` [T, C] and ``gates``, [T, G] together, into
         ``out``; states stay."""

@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_plugin.engine.step.catch_up import CatchUp, most_emitted
 from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager, Rank
-from dyntree_plugin.engine.step.ops import Graphs, Player, TreeOps
+from dyntree_plugin.engine.step.ops import DraftRun, Graphs, TreeOps
 from dyntree_plugin.engine.step.records import Drafted, Emitted, Sampled, Step, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.tree.drafting import grow
@@ -71,7 +71,7 @@ class Drafter:
         drafts, forwards = grow(player, most)
         return Drafted(drafts, caught_up + forwards, forwards, ended_early=forwards < most)
 
-    def _catch_up(self, player: Player, step: Step, batch: InputBatch, sampled: Sampled) -> None:
+    def _catch_up(self, player: DraftRun, step: Step, batch: InputBatch, sampled: Sampled) -> None:
         """Let the draft read prompts and emitted tokens; see `draft`."""
         prompts = bool(batch.is_prefilling_np[: batch.num_reqs].any())
         emitted = self._emitted(step, batch, sampled, prompts=prompts)
@@ -81,7 +81,7 @@ class Drafter:
         else:
             player.catch_up(found)
 
-    def _player(self, packed: torch.Tensor) -> Player:
+    def _player(self, packed: torch.Tensor) -> DraftRun:
         rank = None if self._ranking is None else self._ranking.of(packed)
         captured = self._graphs.drafting(packed, rank)
         if captured is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dyntree_kernels.contracts import OfRequests, StepGrowth, expansions_of
+from dyntree_kernels.contracts import RequestParams, StepGrowth, expansions_of
 from dyntree_kernels.paths import Paths
 from dyntree_plugin.engine.step.catch_up import CatchUp
 from dyntree_plugin.engine.step.draft_paths import DraftPaths
@@ -31,7 +31,7 @@ class DraftStages:
     def __init__(
         self,
         growth: StepGrowth,
-        of_requests: OfRequests,
+        of_requests: RequestParams,
         *,
         source: NodeSource | None,
         writer: RowWriter | None,
@@ -48,9 +48,8 @@ class DraftStages:
         the ``writer`` of its rows; None without one. ``tries``: candidates that need no forward;
         None without any. ``widths``: nodes of a request in each forward. ``max_depth``: of the
         deepest node. ``chained`` bool [slots + 1]: requests whose trees are chains; the last entry
-        is for padding. ``pays``: as in `TreeOps`. ``block``: positions whose logits the root's
-        forward of ``source`` gives, so that whole trees grow with it, and others are not counted; 0
-        for other sources.
+        is for padding. ``pays``: as in `TreeOps`. ``block``: positions that a block draft predicts
+        in one forward; 0 for other sources. Its later forwards run no model and are not counted.
 
         Raises:
             ValueError: if there is no source at all.
@@ -191,7 +190,7 @@ class DraftStages:
 
 
 class Eager:
-    """A `Player` that runs the stages as they are."""
+    """A `DraftRun` that runs the stages as they are."""
 
     def __init__(self, stages: DraftStages, requests: Requests, rank: Rank | None = None) -> None:
         """``rank``: as in `DraftStages.root`."""

@@ -101,7 +101,7 @@ class TreeOps(Protocol):
         ...
 
 
-class Player(Stages[torch.Tensor], Protocol):
+class DraftRun(Stages[torch.Tensor], Protocol):
     """Runs the stages of drafting over the requests of one step."""
 
     def catch_up(self, step: CatchUp) -> None:
@@ -133,7 +133,7 @@ class Graphs(Protocol):
         they were not captured for this batch."""
         ...
 
-    def drafting(self, packed: torch.Tensor, rank: Rank | None = None) -> Player | None:
+    def drafting(self, packed: torch.Tensor, rank: Rank | None = None) -> DraftRun | None:
         """Replay the stages of drafting; None if they were not captured for this batch.
 
         ``rank`` as in `DraftStages.root`. Stages that were captured without a place for it rank the
@@ -158,5 +158,5 @@ class NoGraphs:
     ) -> tuple[Walked, Learning | None] | None:
         return None
 
-    def drafting(self, packed: torch.Tensor, rank: Rank | None = None) -> Player | None:
+    def drafting(self, packed: torch.Tensor, rank: Rank | None = None) -> DraftRun | None:
         return None

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from dyntree_kernels.contracts import OfRequests, RowBuffers
+from dyntree_kernels.contracts import RequestParams, RowBuffers
 from dyntree_plugin.engine.attention.metadata import TreeMask, masked
 from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import Requests
@@ -81,7 +81,7 @@ class RowMemory:
         # The next trees' roots: positions, and rows in the catch-up.
         self.root_positions = zeros(requests, dtype=torch.int64)
         self.root_rows = zeros(requests, dtype=torch.int64)
-        self.of_requests = OfRequests.room(requests, self.device)
+        self.of_requests = RequestParams.room(requests, self.device)
         # Of this step, by requests and width: metadata takes the host 0.1 ms to build.
         self._forwards: dict[tuple[int, int], TreeRows] = {}
         # First rows of requests, by the number of rows that each has.
@@ -92,7 +92,7 @@ class RowMemory:
         self._longest = torch.full((requests,), self.last_position + 1, dtype=torch.int32)
 
     def _most_slots(self) -> int:
-        """Return for how many positions every block table has slots."""
+        """Return the longest context that fits into every block table."""
         tables = self.block_tables
         arrays = tables.block_table_strides, tables.block_sizes_tensor, tables.slot_mapping_enabled
         # Without a kernel, since the stand-in for a GPU of docs/gpu.md runs none.
@@ -245,14 +245,14 @@ class TensorRows:
 
 
 def describe(
-    requests: Requests, roots: torch.Tensor, chained: torch.Tensor, room: OfRequests
+    requests: Requests, roots: torch.Tensor, chained: torch.Tensor, room: RequestParams
 ) -> None:
     """Write to ``room`` what growth reads of R requests whose roots are at ``roots`` int64 [R].
 
     ``chained`` bool [slots + 1]: requests whose trees are chains.
     """
     slots = requests.slots
-    values = OfRequests(
+    values = RequestParams(
         roots=roots,
         temperatures=requests.temperature,
         classes=requests.classes.clamp(min=0),
@@ -273,7 +273,7 @@ class GrowthMemory:
     longest text's last token.
     """
 
-    of_requests: OfRequests
+    of_requests: RequestParams
     rows: RowBuffers
     last_position: int
 
@@ -285,7 +285,7 @@ class GrowthMemory:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         rows = RowBuffers(none(1, dtype=torch.int32), none(1), none(1, 1), none(1, 1), none(1))
-        return cls(OfRequests.room(requests, device), rows, last_position)
+        return cls(RequestParams.room(requests, device), rows, last_position)
 
 
 def _words(columns: int) -> int:

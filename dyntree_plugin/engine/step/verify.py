@@ -17,9 +17,9 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from dyntree_kernels.contracts import BatchRows, Walked, room_for
+from dyntree_kernels.contracts import BatchRows, Walked, allocate
 from dyntree_plugin.engine.fallback import MAX_CHUNK_BYTES
-from dyntree_plugin.engine.layer_kinds import Accepted, Keeper
+from dyntree_plugin.engine.layer_kinds import AcceptedPaths, Keeper
 from dyntree_plugin.engine.step.ops import Graphs, TreeOps
 from dyntree_plugin.engine.step.records import Learning
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
@@ -104,7 +104,7 @@ class TreeVerifier:
             if replayed is not None:
                 return replayed
         requests = Requests(packed.to(sampled.device, non_blocking=True), self.trees.spare)
-        walked = self.room_for(len(packed))
+        walked = self.allocate(len(packed))
         walked = self.walk(requests, sampled, invalid_drafts, walked, processed)
         self.keep(requests, walked)
         return walked, partial(self.learn, requests, walked) if self.learns else None
@@ -152,11 +152,11 @@ class TreeVerifier:
         sampled = torch.zeros(rows, dtype=torch.int64, device=device)
         processed = torch.zeros(rows, trees.vocabulary if self.reads_logits else 0, device=device)
         requests = Requests(nobody, trees.spare)
-        self.walk(requests, sampled, sampled.bool(), self.room_for(1), processed)
+        self.walk(requests, sampled, sampled.bool(), self.allocate(1), processed)
 
     def keep(self, requests: Requests, walked: Walked) -> None:
         """Make the accepted paths permanent."""
-        accepted = Accepted(walked.path, walked.roots, requests.index)
+        accepted = AcceptedPaths(walked.path, walked.roots, requests.index)
         for places, keep in self._keepers():
             keep(accepted, places)
 
@@ -178,10 +178,10 @@ class TreeVerifier:
             requests.classes,
         )
 
-    def room_for(self, requests: int) -> Walked:
+    def allocate(self, requests: int) -> Walked:
         """Allocate the result for so many requests."""
         shape, device = self.trees.shape, self.buffers.device
-        return room_for(requests, shape.node_budget, shape.max_depth, device, ranked=self._ranked)
+        return allocate(requests, shape.node_budget, shape.max_depth, device, ranked=self._ranked)
 
     @property
     def _ranked(self) -> bool:

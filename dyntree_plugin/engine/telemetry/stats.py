@@ -122,7 +122,8 @@ class TreeSpecDecodingStats(SpecDecodingStats):
 
 @dataclass
 class DeliveredMetrics(RequestSpecDecodeMetrics):
-    """vLLM's metrics of one request, but for verified nodes and delivered tokens."""
+    """vLLM's metrics of one request, which count verified nodes and delivered tokens in place of
+    slots and sampled tokens."""
 
     def observe(self, *args: object, **kwargs: object) -> None:
         """Ignore vLLM's counts: slots for nodes, and tokens that it later cuts off at the end."""

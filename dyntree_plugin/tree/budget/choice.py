@@ -33,7 +33,7 @@ def node_buckets(node_budget: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DraftingChoice:
     """Draft ``forwards`` after the catch-up, and ``nodes`` that each tree verifies."""
 
     forwards: int
@@ -47,7 +47,7 @@ def best_drafting(
     forward_seconds: float,
     sizes: Sequence[int],
     forwards: range | None = None,
-) -> Choice:
+) -> DraftingChoice:
     """Return the choice that makes the most tokens per second; of equals, the fewest forwards.
 
     Args:
@@ -66,7 +66,7 @@ def best_drafting(
     drafting = forward_seconds * np.arange(1 + first, 1 + end)
     rates = (1 + worth[first:end]) / (verifying + drafting[:, None])
     best, size = divmod(int(rates.argmax()), len(sizes))
-    return Choice(first + best, sizes[size])
+    return DraftingChoice(first + best, sizes[size])
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def take(
     """Take over the tries of R requests [R, T] into `grafts`.
 
     Nodes deeper than `levels` [R] and tries of `chained` requests are left out. The other arguments
-    are those of `OfRequests`; `weights` and `noisy` as for `pick_children`.
+    are those of `RequestParams`; `weights` and `noisy` as for `pick_children`.
     """
     no_bias = np.array([0.0, 1.0, 0.0], np.float32)
     for r in range(roots.shape[0]):

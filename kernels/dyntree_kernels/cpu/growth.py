@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from dyntree_kernels.contracts import (
-    DraftLaws,
+    DraftDistributions,
     GrowthSettings,
     StepGrowth,
     expansions_of,
@@ -91,7 +91,7 @@ def _expand(
     Returns the number of nodes.
     added, expansions: ranges of expansions.
     roots [R]: positions of the roots. All positions are limited to `longest`.
-    levels [R]: as in `OfRequests`.
+    levels [R]: as in `RequestParams`.
     shift: as in `GrowthSettings`.
     ids, row_positions, slots, rows_above, row_bits: a row per node, written. A row without a node
     sees no scratch column, and its slot is -1.
@@ -304,7 +304,7 @@ class CompiledGrowth(StepGrowth):
             self._draw(logits, self._drawing.laws)
         self._picked = self._new
 
-    def _draw(self, logits: torch.Tensor, laws: DraftLaws) -> None:
+    def _draw(self, logits: torch.Tensor, laws: DraftDistributions) -> None:
         """Draw the children of rows at a temperature above 0."""
         temperatures, classes, _, chained = self._request_inputs
         draw_children(

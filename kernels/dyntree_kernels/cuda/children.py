@@ -158,7 +158,7 @@ def merge(
         grafts: the tries, which are judged.
         judging: what they are judged by.
         levels: int64 [R, E], depths of what the expansions run on.
-        useful: int64 [R], as `OfRequests.levels`.
+        useful: int64 [R], as `RequestParams.levels`.
         max_depth: depth of the deepest node.
         coupled: whether scores contain noise.
     """

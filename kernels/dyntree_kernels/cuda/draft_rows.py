@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dyntree_kernels.contracts import OfRequests
+from dyntree_kernels.contracts import RequestParams
 
 _PER_WARP = 128  # rows or slots of a request
 
@@ -194,7 +194,7 @@ def begin(
     roots: torch.Tensor,
     chained: torch.Tensor,
     tables: SlotTables,
-    growth: OfRequests,
+    growth: RequestParams,
     slots: torch.Tensor,
     seen: Seen,
     columns: int,

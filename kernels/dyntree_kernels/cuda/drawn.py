@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dyntree_kernels.contracts import DRAFT, DraftLaws, OfRequests
+from dyntree_kernels.contracts import DRAFT, DraftDistributions, RequestParams
 from dyntree_kernels.cuda.chances import clamp, learned, log_sigmoid
 from dyntree_kernels.cuda.children import best_of, log_sum_of, warps_for
 from dyntree_kernels.cuda.grafts import Candidates
@@ -134,10 +134,10 @@ def _draw_children(
 
 def draw_children(
     ranked: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    of_requests: OfRequests,
+    of_requests: RequestParams,
     seeds: torch.Tensor,
     weights: torch.Tensor | None,
-    laws: DraftLaws,
+    laws: DraftDistributions,
     candidates: Candidates,
     grown: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     changes: torch.Tensor,

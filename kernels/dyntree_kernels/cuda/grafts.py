@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, OfRequests
+from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, RequestParams
 from dyntree_kernels.cuda.chances import (
     MAX_FEATURE,
     SUREST,
@@ -263,7 +263,7 @@ def _graft(
 
 def graft(
     trie: Trie,
-    requests: OfRequests,
+    requests: RequestParams,
     weights: torch.Tensor | None,
     candidates: Candidates,
     grafts: GraftArrays,
@@ -274,8 +274,8 @@ def graft(
 ) -> None:
     """Make the nodes of ``trie`` [R, T] the first T of the ``candidates``.
 
-    Nodes deeper than ``max_depth`` or `OfRequests.levels`, and tries of chained requests, are left
-    out. ``children`` is that of an expansion, K.
+    Nodes deeper than ``max_depth`` or `RequestParams.levels`, and tries of chained requests, are
+    left out. ``children`` is that of an expansion, K.
 
     Raises:
         ValueError: for a trie of another shape, or one that is not dense.

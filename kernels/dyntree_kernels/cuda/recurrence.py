@@ -24,7 +24,7 @@ CHANNELS = 128
 """Channels of a convolution for one program."""
 
 
-class TreeRows(NamedTuple):
+class RecurrentRows(NamedTuple):
     """What recurrent layers read of R requests with T rows, all on the layers' device.
 
     ``slots`` int64 [R]: the requests' states. ``starts`` int32 [R + 1]: request r has the rows
@@ -114,7 +114,7 @@ def _space_trees(
 
 
 def state_space(
-    trees: TreeRows,
+    trees: RecurrentRows,
     states: torch.Tensor,
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -217,7 +217,7 @@ def _delta_trees(
 
 
 def gated_delta_rule(
-    trees: TreeRows,
+    trees: RecurrentRows,
     states: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -291,7 +291,7 @@ def _convolve_trees(
 
 
 def convolve(
-    trees: TreeRows,
+    trees: RecurrentRows,
     history: torch.Tensor,
     raw: torch.Tensor,
     weight: torch.Tensor,

@@ -96,5 +96,6 @@ class Selectable:
 def _dense_rows(name: str, array: torch.Tensor) -> None:
     if array.dim() != 2 or array.stride(1) != 1:
         raise ValueError(
-            f"{name} {tuple(array.shape)} {array.stride()} must have two dimensions, the last dense"
+            f"{name} {tuple(array.shape)} {array.stride()} must be 2-D and contiguous in the last "
+            "dimension"
         )

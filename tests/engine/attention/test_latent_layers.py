@@ -26,7 +26,7 @@ from dyntree_plugin.engine.attention.latent_cuda import TreeTritonMLABackend
 from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.cpu.kinds import KINDS
 from dyntree_plugin.engine.cuda.kinds import KINDS as CUDA_KINDS
-from dyntree_plugin.engine.layer_kinds import Accepted, LayerGroup, keepers
+from dyntree_plugin.engine.layer_kinds import AcceptedPaths, LayerGroup, keepers
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU_MLA")
 
@@ -218,7 +218,7 @@ def test_a_path_moves_in_the_cache_of_every_layer() -> None:
     slots = torch.tensor([30, 31, 50, 51, 52, 53, 7])  # over two blocks; one of another request
     (keeper,) = keepers(KINDS, [LayerGroup(layers, slots, torch.zeros(1, 1).int(), {})])
     path = torch.tensor([[1, 2, 4, -1]])
-    keeper.keep(Accepted(path, torch.tensor([0]), torch.tensor([0])), keeper.places)
+    keeper.keep(AcceptedPaths(path, torch.tensor([0]), torch.tensor([0])), keeper.places)
     for memory, old in zip(memories, before, strict=True):
         expected = old.clone()
         expected[[31, 50, 51]] = old[[50, 51, 53]]

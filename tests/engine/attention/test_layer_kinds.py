@@ -11,7 +11,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from dyntree_plugin.engine.attention import kind
 from dyntree_plugin.engine.cpu.kinds import KINDS
-from dyntree_plugin.engine.layer_kinds import Accepted, Keeper, LayerGroup, keepers
+from dyntree_plugin.engine.layer_kinds import AcceptedPaths, Keeper, LayerGroup, keepers
 
 BLOCK, ROWS = 32, 6
 PATH = torch.tensor([[1, 2, 4, -1]])
@@ -41,7 +41,7 @@ def group(*memories: torch.Tensor, block: int = 1) -> LayerGroup:
 
 def keep(made: Iterable[Keeper]) -> None:
     for keeper in made:
-        keeper.keep(Accepted(PATH, torch.tensor([0]), torch.tensor([0])), keeper.places)
+        keeper.keep(AcceptedPaths(PATH, torch.tensor([0]), torch.tensor([0])), keeper.places)
 
 
 def rows(memory: torch.Tensor, block: int = 1) -> torch.Tensor:
@@ -101,7 +101,7 @@ class StateKind:
     def keeper(self, group: LayerGroup) -> Keeper | None:
         return Keeper(self.states, self.commit)
 
-    def commit(self, accepted: Accepted, states: torch.Tensor) -> None:
+    def commit(self, accepted: AcceptedPaths, states: torch.Tensor) -> None:
         self.committed.append((accepted.path[0].tolist(), int(states[accepted.requests[0]])))
 
 

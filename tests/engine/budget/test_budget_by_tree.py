@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
-from dyntree_kernels.contracts import OfRequests
+from dyntree_kernels.contracts import RequestParams
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.cpu.ops import CPUOps
 from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner
@@ -164,7 +164,7 @@ def test_a_forward_that_does_not_pay_is_not_run(chances: tuple[float, ...], runs
         rows=lambda requests, width: SimpleNamespace(ancestor_bits=None),
         forward=lambda rows, requests, first: ran.append("forward"),
     )
-    of_requests = OfRequests.room(1, torch.device("cpu"))
+    of_requests = RequestParams.room(1, torch.device("cpu"))
     for ops, expected in ((CPUOps(found), runs), (CPUOps(), True)):
         stages = DraftStages(
             growth,

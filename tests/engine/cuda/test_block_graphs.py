@@ -22,7 +22,7 @@ from drafted_steps import (
 )
 from interpreted import passes_interpreted
 
-from dyntree_plugin.engine.sources.block import BlockDraft
+from dyntree_plugin.engine.drafts.block import BlockDraft
 from dyntree_plugin.engine.step.rows import TreeRows
 from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.plan import TreePlan

@@ -27,9 +27,9 @@ from dyntree_plugin.engine.cuda import captured as capturing
 from dyntree_plugin.engine.cuda.captured import CapturedStages
 from dyntree_plugin.engine.cuda.captured_catch_up import StateInputs
 from dyntree_plugin.engine.cuda.graphs import Call, Record, Replay, Tensors
-from dyntree_plugin.engine.layer_kinds import Accepted, Keeper, Move
+from dyntree_plugin.engine.drafts.base import TreeProposals
+from dyntree_plugin.engine.layer_kinds import AcceptedPaths, Keeper, Move
 from dyntree_plugin.engine.runner import TreeRunnerMixin
-from dyntree_plugin.engine.speculator import TreeProposals
 from dyntree_plugin.engine.step.clock import StageClock
 from dyntree_plugin.engine.step.records import Drafted, Emitted, Step
 from dyntree_plugin.engine.step.requests import Packer, Requests
@@ -129,7 +129,7 @@ class Engine:
         moves = source >= 0
         self.cache[target[moves]] = self.cache[source[moves]]
 
-    def commit(self, accepted: Accepted, states: torch.Tensor) -> None:
+    def commit(self, accepted: AcceptedPaths, states: torch.Tensor) -> None:
         """Note the root's row, the accepted nodes and the state of each request; padding has the
         slot of nobody."""
         path, roots, requests = accepted
@@ -142,7 +142,7 @@ class Engine:
 
     def walk(self, invalid: torch.Tensor | None) -> None:
         """Walk eagerly, and drop the result."""
-        room = self.verifier.room_for(len(self.packed))
+        room = self.verifier.allocate(len(self.packed))
         requests, no_logits = Requests(self.packed, SLOTS), torch.zeros(0, 0)
         self.verifier.walk(requests, self.sampled, invalid, room, no_logits)
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP
 from dyntree_plugin.engine.cuda.graphs import RequestGraphs
-from dyntree_plugin.engine.sources.head import TargetHead
+from dyntree_plugin.engine.drafts.head import TargetHead
 from dyntree_plugin.engine.step.catch_up import CatchUp
 from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.rows import TreeRows

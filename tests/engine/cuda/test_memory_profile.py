@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from dyntree_kernels.contracts import BatchRows, DraftLaws
+from dyntree_kernels.contracts import BatchRows, DraftDistributions
 from dyntree_kernels.drawn import LAW_SIZES, DrawnTrees
-from dyntree_plugin.engine import speculator as speculator_module
-from dyntree_plugin.engine.head_speculator import HeadSpeculator
-from dyntree_plugin.engine.speculator import TreeSpeculator
+from dyntree_plugin.engine.drafts import draft_model
+from dyntree_plugin.engine.drafts.draft_model import TreeSpeculator
+from dyntree_plugin.engine.drafts.head import HeadSpeculator
 from dyntree_plugin.engine.step.verify import TreeVerifier
 
 ROWS, REQUESTS, WIDTHS, HIDDEN = 32, 6, (1, 4, 3), 8
@@ -36,7 +36,7 @@ def test_the_widest_forward_of_every_draft_is_profiled(
     """The logits of all drafts of a pool are held at once."""
     seen: list[tuple[str, int]] = []
     mixed: list[int] = []
-    monkeypatch.setattr(speculator_module, "mixture", lambda every: mixed.extend(map(len, every)))
+    monkeypatch.setattr(draft_model, "mixture", lambda every: mixed.extend(map(len, every)))
 
     def draft(name: str, **more: Any) -> Any:
         return SimpleNamespace(
@@ -211,7 +211,7 @@ def test_deciding_on_drawn_trees_takes_little_of_what_the_profile_has_kept(
 
     for kernel in ("_add_up", "_accept", "_draw", "_emit"):
         monkeypatch.setattr(traversal, kernel, defaultdict(lambda: lambda *_, **__: None))
-    laws = DraftLaws(*(empty(requests, 9, LAW_SIZES["cuda"]) for _ in range(2)))
+    laws = DraftDistributions(*(empty(requests, 9, LAW_SIZES["cuda"]) for _ in range(2)))
     of_nodes = empty(requests, nodes)
     drawn = DrawnTrees(laws, *(empty(requests) for _ in range(3)), of_nodes, of_nodes)
     of_rows, of_requests = empty(rows), empty(requests)

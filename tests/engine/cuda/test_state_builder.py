@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from dyntree_kernels.ancestors import pack_bits
 from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.configuration import mark_as_tree
-from dyntree_plugin.engine.states.builders import NOT_KEPT, Drafted
+from dyntree_plugin.engine.states.builders import NOT_KEPT, DraftedRows
 from dyntree_plugin.engine.states.cuda_layers import WithDraftsOnCUDA
 from dyntree_plugin.options.options import DynTreeOptions
 
@@ -109,7 +109,7 @@ def mask(drafted: int, *, rows: int = COLUMNS, has_plain: bool = False) -> TreeM
 
 def test_a_replayed_graph_reads_the_trees_of_this_step_and_no_padding(builder: Builder) -> None:
     captured = builder.build_for_cudagraph_capture(batch(*[COLUMNS] * 4))
-    assert isinstance(captured, Drafted)
+    assert isinstance(captured, DraftedRows)
     assert (captured.rows, captured.rest, captured.trees.most) == (4 * COLUMNS, None, COLUMNS)
     metadata = builder.build(0, batch(COLUMNS, COLUMNS, padding=2), tree_mask=mask(2))
     assert (metadata.rest, builder.built) == (None, [])

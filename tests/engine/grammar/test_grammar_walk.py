@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dyntree_plugin.engine.grammar.walk import Starts, Tree, TreeWalk
+from dyntree_plugin.engine.grammar.walk import GrammarWalk, Starts, Tree
 
 VOCABULARY, WORDS = 70, 3
 END = 69
@@ -60,7 +60,7 @@ def masks(
 ) -> list[set[int]]:
     """Return the tokens that each row allows, by row; other rows of the bitmask stay."""
     bitmask = torch.full((len(tree.tokens) + 5, WORDS), 12345, dtype=torch.int32)
-    TreeWalk("request", grammar, bitmask, 2, starts, lambda: forbidden).fill(tree)
+    GrammarWalk("request", grammar, bitmask, 2, starts, lambda: forbidden).fill(tree)
     others = torch.cat([bitmask[:2], bitmask[3 + len(tree.tokens) :]])
     assert (others == 12345).all()
     return [allowed(row) for row in bitmask[2 : 3 + len(tree.tokens)]]

@@ -21,7 +21,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from dyntree_plugin import pair
 from dyntree_plugin.engine.grammar.drafts import TreeDrafts
 from dyntree_plugin.engine.grammar.scheduled import TreeGrammars
-from dyntree_plugin.engine.grammar.walk import ANY, Tree, TreeWalk
+from dyntree_plugin.engine.grammar.walk import ANY, GrammarWalk, Tree
 
 NODES = 16
 SCHEMA = {
@@ -132,7 +132,7 @@ def test_every_backend_has_the_masks_of_each_path_alone(name: str, specification
         drawn = random.Random(seed)
         tree = drawn_tree(name, further, drawn)
         bitmask = backend(name).allocate_token_bitmask(1 + NODES)
-        TreeWalk("tree", walked, bitmask, 0, at_once).fill(tree)
+        GrammarWalk("tree", walked, bitmask, 0, at_once).fill(tree)
         for node in range(-1, NODES):
             alone = after(name, further, path_to(tree, node))
             if alone is not None:
@@ -233,7 +233,7 @@ def test_the_end_of_a_text_may_follow_what_guidance_ignores_after_its_last_token
     for grammar in (walked, alone):
         assert grammar.accept_tokens("", tokenizer().encode("no"))
     bitmask = backend("guidance").allocate_token_bitmask(4)
-    TreeWalk("tree", walked, bitmask, 0, at_once).fill(tree)
+    GrammarWalk("tree", walked, bitmask, 0, at_once).fill(tree)
     for row, token in enumerate(tree.tokens):
         assert torch.equal(bitmask[row], mask_of("guidance", alone))
         assert alone.accept_tokens("", [token])

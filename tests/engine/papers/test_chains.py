@@ -15,7 +15,7 @@ from growth_steps import growth_of, memory_of
 from noted_kernels import Kernel
 from scipy.stats import chisquare
 
-from dyntree_kernels.contracts import BatchRows, OfRequests, Walked, room_for
+from dyntree_kernels.contracts import BatchRows, RequestParams, Walked, allocate
 from dyntree_kernels.cpu.drawn import decide_trees
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cpu.walk import walk
@@ -95,7 +95,7 @@ class Engine:
         far = torch.full_like(roots, 500)
         slots = torch.arange(count)
         self.memory.of_requests.fill(
-            OfRequests(roots, self.temperatures, classes, self.seeds, free, far, slots)
+            RequestParams(roots, self.temperatures, classes, self.seeds, free, far, slots)
         )
         self.growth.start(count)
         self.growth.pick(DRAFT[last])
@@ -132,7 +132,7 @@ class Engine:
         arrays = (sampled, buffers.input_ids, buffers.positions, buffers.seq_lens, None)
         rows = self.samples(requests, BatchRows(requests.packed, *arrays), processed)
         sizes = (shape.node_budget, shape.max_depth, sampled.device)
-        walked = room_for(len(requests.packed), *sizes, ranked=True)
+        walked = allocate(len(requests.packed), *sizes, ranked=True)
         walk(rows, self.trees.arrays, walked, ranked=True)
         return walked
 

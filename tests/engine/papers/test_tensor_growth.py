@@ -13,7 +13,7 @@ from growth_steps import memory_of
 from reference.growths import Path
 from tries import Edges, as_trie
 
-from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, KINDS, LOOK_UP, OfRequests
+from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, KINDS, LOOK_UP, RequestParams
 from dyntree_kernels.cpu.gumbel import gumbel_noise, perturbed_logits
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
 from dyntree_plugin.engine.step.rows import PAD_SLOT
@@ -82,7 +82,7 @@ class Step:
         """Grow with so many draft forwards, the root's included, and store the trees."""
         chained = torch.tensor(self.chained)
         given = ROOTS, TEMPERATURES, CLASSES, SEEDS, chained, LEVELS, torch.arange(REQUESTS)
-        self.memory.of_requests.fill(OfRequests(*given))
+        self.memory.of_requests.fill(RequestParams(*given))
         self.growth.start(REQUESTS)
         trie = as_trie(self.tries)
         self.growth.graft(trie._replace(evidence=trie.evidence.float()))

@@ -13,7 +13,7 @@ from recurrent_layers import tree_states
 from dyntree_kernels.cpu.tree_layers import Layer, PathCommit, TreeForward
 from dyntree_kernels.recurrence import Commit
 from dyntree_plugin.engine.states import layers
-from dyntree_plugin.engine.states.builders import Drafted
+from dyntree_plugin.engine.states.builders import DraftedRows
 
 PARENTS = [[-1, 0, 0], [-1, 0]]
 """Of a request of the first forward, and of one of the second."""
@@ -41,7 +41,7 @@ def _after_two_forwards(*, last: bool) -> tuple[Convolution, list[torch.Tensor]]
     read = [torch.rand(len(parents), 1) for parents in PARENTS]
     for number, (parents, raw) in enumerate(zip(PARENTS, read, strict=True)):
         states = tree_states([parents], [number + 1])
-        drafted = Drafted(number, len(raw), TreeForward(states), None)
+        drafted = DraftedRows(number, len(raw), TreeForward(states), None)
         layer.through(drafted, raw, [], torch.empty_like(raw))
     return layer, read
 

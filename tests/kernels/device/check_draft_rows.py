@@ -19,7 +19,7 @@ pytest.importorskip("vllm.v1.worker.gpu", exc_type=ImportError)
 from vllm.v1.worker.gpu import block_table, buffer_utils
 
 from dyntree_kernels.ancestors import pack_bits
-from dyntree_kernels.contracts import OfRequests
+from dyntree_kernels.contracts import RequestParams
 from dyntree_kernels.cuda.draft_rows import ChainRows, Seen, SlotTables, begin, chain
 
 STATES, LONGEST, PAD = 9, 63, -1
@@ -171,7 +171,7 @@ def test_rows_that_lack_a_mechanism_are_seen(mechanism: str) -> None:
 def begun_by_kernel(case: Any, columns: int, shift: int) -> tuple[torch.Tensor, ...]:
     tables, packed, roots, chained = case
     number = len(roots)
-    growth = OfRequests.room(number, torch.device(DEVICE))
+    growth = RequestParams.room(number, torch.device(DEVICE))
     slots = torch.zeros(GROUPS, number * columns + 5, dtype=torch.int64, device=DEVICE)
     seen = Seen(*torch.zeros(2, number, dtype=torch.int32, device=DEVICE))
     given = (each.to(DEVICE) for each in (packed, roots, chained))

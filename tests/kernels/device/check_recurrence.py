@@ -12,7 +12,7 @@ from paged_cases import DEVICE
 from tree_shapes import chain, random_tree, star
 
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
-from dyntree_kernels.cuda.recurrence import TreeRows, convolve, gated_delta_rule, state_space
+from dyntree_kernels.cuda.recurrence import RecurrentRows, convolve, gated_delta_rule, state_space
 from dyntree_kernels.cuda.state_commits import (
     Layers,
     advance_delta_rule,
@@ -32,7 +32,7 @@ STATES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 class Batch(NamedTuple):
-    rows: TreeRows
+    rows: RecurrentRows
     seen: list[torch.Tensor]
     """Of each request, whether a row is another or below it."""
 
@@ -48,7 +48,7 @@ def batch(trees: list[list[int]]) -> Batch:
     real = torch.arange(most) < lengths[:, None]
     ctx = torch.tensor([7, 0, 40, -1], dtype=torch.int32)
     given = torch.tensor(SLOTS), starts, ctx, bits[real].contiguous()
-    return Batch(TreeRows(*(each.to(DEVICE) for each in given), most), seen)
+    return Batch(RecurrentRows(*(each.to(DEVICE) for each in given), most), seen)
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
@@ -76,7 +76,7 @@ class Space(NamedTuple):
         a, d, bias = -draw(heads, seed=6).exp(), draw(heads, seed=7), draw(heads, seed=8)
         return cls(states, x, dt, a, b, c, d, bias)
 
-    def run(self, rows: TreeRows) -> torch.Tensor:
+    def run(self, rows: RecurrentRows) -> torch.Tensor:
         out = torch.full_like(self.x, torch.nan)
         state_space(rows, *self, out)
         return out
@@ -126,7 +126,7 @@ class Delta(NamedTuple):
         )
         return cls(states, q, k, v, a, b, draw(heads, seed=7), draw(heads, seed=8))
 
-    def run(self, rows: TreeRows) -> torch.Tensor:
+    def run(self, rows: RecurrentRows) -> torch.Tensor:
         out = torch.full_like(self.v, torch.nan)
         gated_delta_rule(rows, *self, out)
         return out
@@ -215,7 +215,7 @@ ENDS, END_SLOTS = [1, 3, 1, 4], [4, 6, 6, 0]
 """After so many of them a block ends, in the first path and with the last one."""
 
 
-def accepted(rows: TreeRows) -> Commit:
+def accepted(rows: RecurrentRows) -> Commit:
     first = rows.starts[:-1].long()
     padded = torch.tensor([path + [-1] * (4 - len(path)) for path in PATHS]).to(DEVICE)
     paths = torch.where(padded >= 0, padded + first[:, None], -1)

@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from dyntree_kernels.ancestors import ancestor_bits
 from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.configuration import mark_as_tree
-from dyntree_plugin.engine.layer_kinds import Accepted
+from dyntree_plugin.engine.layer_kinds import AcceptedPaths
 from dyntree_plugin.engine.states import cuda_layers, layers, rows
 from dyntree_plugin.engine.states.builders import WithDraftsOnCPU
 from dyntree_plugin.engine.states.committer import committer
@@ -113,7 +113,9 @@ def step(of: Device, seed: int, run: Any) -> torch.Tensor:
     path = torch.tensor([each + [-1] * (3 - len(each)) for each in PATHS])
     path[2] = -1  # the chain is a prompt's last token, filled up with drafts
     roots = torch.arange(REQUESTS) * COLUMNS
-    committer([of.layer], REQUESTS)(Accepted(path, roots, torch.arange(REQUESTS)), of.builder.kept)
+    committer([of.layer], REQUESTS)(
+        AcceptedPaths(path, roots, torch.arange(REQUESTS)), of.builder.kept
+    )
     return found
 
 
@@ -209,7 +211,7 @@ def counted() -> Iterator[Launches]:
 
 def of_a_commit(of: Device, count: int) -> int:
     """Return the launches of a commit in so many layers."""
-    accepted = Accepted(torch.tensor([[0]]), torch.tensor([0]), torch.tensor([0]))
+    accepted = AcceptedPaths(torch.tensor([[0]]), torch.tensor([0]), torch.tensor([0]))
     keep = committer([of.layer] * count, REQUESTS)
     with counted() as launches:
         keep(accepted, of.builder.kept)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dyntree_plugin.tree.budget.choice import Choice, best_drafting
+from dyntree_plugin.tree.budget.choice import DraftingChoice, best_drafting
 from dyntree_plugin.tree.budget.row_cost import (
     LARGEST_SURPRISE,
     MEMORY,
@@ -40,7 +40,7 @@ def test_no_other_number_of_forwards_and_nodes_makes_more_tokens_per_second(
     sizes = (0, 1, 2, 4)
     worth[:, 0] = 0.0
 
-    def rate_of(choice: Choice) -> float:
+    def rate_of(choice: DraftingChoice) -> float:
         rows = requests * (1 + choice.nodes)
         held = min(rows, len(seconds) - 1)
         took = seconds[held] * rows / held + forward * (1 + choice.forwards)
@@ -49,7 +49,7 @@ def test_no_other_number_of_forwards_and_nodes_makes_more_tokens_per_second(
     every = range(len(worth))
     for allowed in (None, every[-1:]):
         found = best_drafting(worth, requests, seconds, forward, sizes, allowed)
-        choices = [Choice(f, n) for f in allowed or every for n in sizes]
+        choices = [DraftingChoice(f, n) for f in allowed or every for n in sizes]
         assert rate_of(found) == pytest.approx(max(map(rate_of, choices)))
 
 

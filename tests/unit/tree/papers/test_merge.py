@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.growths import Path
 
-from dyntree_kernels.contracts import OfRequests, RowBuffers
+from dyntree_kernels.contracts import RequestParams, RowBuffers
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
 from dyntree_plugin.engine.step.rows import GrowthMemory
@@ -101,13 +101,13 @@ def test_a_request_that_must_have_a_chain_has_that_of_the_first_draft() -> None:
     )  # fmt: skip
     trees = TreeStore(2, plan, 9, torch.device("cpu"))
     pick = ChildPicker(plan, perturbed_logits, AcceptanceEstimate("cpu"))
-    of_requests = OfRequests.room(2, torch.device("cpu"))
+    of_requests = RequestParams.room(2, torch.device("cpu"))
     growth = TensorGrowth(trees, pick, GrowthMemory(of_requests, rows, last_position=50))
     cold = torch.zeros(2)
     seeds, chained = torch.tensor([1, 2]), torch.tensor([True, False])
     roots, levels, slots = torch.tensor([4, 7]), torch.tensor([9, 9]), torch.arange(2)
     classes = temperature_class(cold)
-    of_requests.fill(OfRequests(roots, cold, classes, seeds, chained, levels, slots))
+    of_requests.fill(RequestParams(roots, cold, classes, seeds, chained, levels, slots))
     growth.start(2)
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(3))
     growth.pick(logits)

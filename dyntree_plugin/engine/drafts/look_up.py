@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.states import RequestState
 
 from dyntree_kernels.tries import LookUp, Trie
+from dyntree_plugin.engine.compose import Composer
+from dyntree_plugin.engine.drafts.base import Steps, TreeProposals
+from dyntree_plugin.engine.step.rows import GrowthMemory
 
 MOST_TEXT_BYTES = 1 << 29
 """The largest array of texts that is moved to a GPU. One of 256 requests with 131072 tokens has a
@@ -52,3 +56,23 @@ def move_texts_to_device(states: RequestState) -> bool:
         shape, dtype=torch.int32, device=states.device, uva_instead_of_gpu=False
     )
     return True
+
+
+class LookUpSpeculator(TreeProposals):
+    """Drafts without a model: all candidates come from tries."""
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, steps: Steps, compose: Composer
+    ) -> None:
+        self.steps, self.compose = steps, compose
+        nodes, requests = compose.trees.shape.node_budget, vllm_config.scheduler_config.max_num_seqs
+        self.draft_tokens = torch.zeros(requests, nodes, dtype=torch.int64, device=device)
+        self.update_max_model_len(vllm_config.model_config.max_model_len)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        requests, device = len(self.draft_tokens), self.draft_tokens.device
+        memory = GrowthMemory.without_rows(requests, max_model_len - 1, device)
+        self.drafter = self.compose.drafter(memory)

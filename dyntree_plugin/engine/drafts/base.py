@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
+from dyntree_plugin.engine.agreement import sizes_alone
 from dyntree_plugin.engine.compose import Composer
-from dyntree_plugin.engine.further_drafts import FurtherDraft, load_further_drafts, run_alone
-from dyntree_plugin.engine.offloading import on_device
-from dyntree_plugin.engine.pipeline.whole_draft import as_one_stage
-from dyntree_plugin.engine.sources.draft_models import DraftModels, LoadedModel
 from dyntree_plugin.engine.step.draft import Drafter
 from dyntree_plugin.engine.step.records import Sampled, Step
-from dyntree_plugin.engine.step.rows import GrowthMemory, RowMemory, RowWriter
+from dyntree_plugin.engine.step.rows import RowMemory, RowWriter
 from dyntree_plugin.engine.step.source import NodeSource
-from dyntree_plugin.tree.padded import of_width, readable
-from dyntree_plugin.tree.pooled import mixture
 
 
 class Steps(Protocol):
@@ -154,61 +149,19 @@ class NodeProposals(TreeProposals, DraftModelSpeculator):
         raise NotImplementedError
 
 
-class TreeSpeculator(NodeProposals, StandaloneARSpeculator):
-    """Loads, profiles and places a draft model as the stock class does, and further ones."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.further: list[FurtherDraft] = []
-
-    _run_model = run_alone
-
-    @on_device()
-    @as_one_stage()
-    def load_draft_model(
-        self, target_model: nn.Module, target_attn_layer_names: set[str]
-    ) -> nn.Module:
-        """Load the draft, and further ones, whose layers vLLM then takes for the draft's own."""
-        first = super().load_draft_model(target_model, target_attn_layer_names)
-        self.further = load_further_drafts(self.vllm_config)
-        return first
-
-    def make_source(self, memory: RowMemory, writer: RowWriter) -> NodeSource:
-        trees = self.compose.trees
-        apart = trees.plan.growing.roots > 1
-        return DraftModels(self, self.further, memory, writer, trees.vocabulary, trees_apart=apart)
-
-    def rehearse(
-        self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool
-    ) -> None:
-        """Run one forward of every draft."""
-        rows, at = batch.num_tokens, self.rows_of_logits(batch, most_logits)
-        models: list[LoadedModel] = [self, *self.further]
-        vocabulary = self.compose.trees.vocabulary
-        logits = []
-        for model in models:
-            # vLLM rehearses with any of the target's tokens.
-            ids = readable(batch.input_ids[:rows], vocabulary, model.vocab_size)
-            found = model._run_model(ids, batch.positions[:rows], None, None, None)
-            logits.append(of_width(model.compute_draft_logits(found[at], 0), vocabulary))
-        mixture(logits)  # Those of a pool are held at once.
-
-
-class LookUpSpeculator(TreeProposals):
-    """Drafts without a model: all candidates come from tries."""
-
-    supports_mm_inputs = False
-    draft_logits = None
-
-    def __init__(
-        self, vllm_config: VllmConfig, device: torch.device, steps: Steps, compose: Composer
-    ) -> None:
-        self.steps, self.compose = steps, compose
-        nodes, requests = compose.trees.shape.node_budget, vllm_config.scheduler_config.max_num_seqs
-        self.draft_tokens = torch.zeros(requests, nodes, dtype=torch.int64, device=device)
-        self.update_max_model_len(vllm_config.model_config.max_model_len)
-
-    def update_max_model_len(self, max_model_len: int) -> None:
-        requests, device = len(self.draft_tokens), self.draft_tokens.device
-        memory = GrowthMemory.without_rows(requests, max_model_len - 1, device)
-        self.drafter = self.compose.drafter(memory)
+def forward_context(
+    vllm_config: VllmConfig,
+    rows: int,
+    metadata: dict[str, Any] | None,
+    slots: dict[str, torch.Tensor] | None,
+) -> AbstractContextManager[None]:
+    """Return vLLM's context of a forward over so many rows, without a graph."""
+    return set_forward_context(
+        metadata,
+        vllm_config,
+        num_tokens=rows,
+        num_tokens_across_dp=sizes_alone(vllm_config, rows),
+        cudagraph_runtime_mode=CUDAGraphMode.NONE,
+        slot_mapping=slots,
+        batch_descriptor=BatchDescriptor(num_tokens=rows),
+    )

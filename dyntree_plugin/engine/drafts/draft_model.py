@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
+from torch import nn
+from vllm.compilation.backends import set_model_tag
+from vllm.config import SpeculativeConfig, VllmConfig, replace
+from vllm.model_executor.model_loader import get_model
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
+from dyntree_plugin.engine.agreement import sizes_alone
+from dyntree_plugin.engine.configuration import further_drafts
+from dyntree_plugin.engine.drafts.base import NodeProposals
+from dyntree_plugin.engine.offloading import on_device
+from dyntree_plugin.engine.pipeline.whole_draft import as_one_stage
 from dyntree_plugin.engine.step.catch_up import CatchUp, prompt_rows
 from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TreeRows
+from dyntree_plugin.engine.step.source import NodeSource
 from dyntree_plugin.tree.padded import of_width, readable
 from dyntree_plugin.tree.pooled import apart, mixture
 
@@ -142,3 +153,113 @@ class DraftModels:
 
     def _pooled(self, logits: list[torch.Tensor], requests: int) -> torch.Tensor:
         return apart(logits, requests) if self._trees_apart else mixture(logits)
+
+
+@as_one_stage()
+def run_alone(
+    self: Any,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    attn_metadata: dict[str, Any] | None,
+    slot_mappings: dict[str, torch.Tensor] | None,
+    num_tokens_across_dp: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run a draft's forward as ``StandaloneARSpeculator._run_model``, for this rank alone.
+
+    That reads nothing of the speculator but the model and the configuration.
+    """
+    sizes = sizes_alone(self.vllm_config, len(input_ids))
+    stock = StandaloneARSpeculator._run_model
+    return stock(self, input_ids, positions, attn_metadata, slot_mappings, sizes)
+
+
+class FurtherDraft:
+    """A loaded draft model that runs as vLLM's speculator runs its own.
+
+    Its attention layers are in the KV cache group of the other models' layers: one block table and
+    one slot per position serve all of them.
+    """
+
+    def __init__(
+        self, model: nn.Module, vllm_config: VllmConfig, hidden_size: int, vocab_size: int
+    ) -> None:
+        """``vllm_config`` is the engine's, which knows the attention layers of all models."""
+        self.model = model
+        self.vllm_config = vllm_config
+        self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
+
+    _run_model = run_alone
+
+    def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
+        return StandaloneARSpeculator.compute_draft_logits(
+            cast(StandaloneARSpeculator, self), hidden_states, spec_step_idx
+        )
+
+
+def load_further_drafts(vllm_config: VllmConfig) -> list[FurtherDraft]:
+    """Load the drafts of the option ``drafts``, as vLLM's speculator loads its own."""
+    return [
+        FurtherDraft(
+            _load(vllm_config, speculation, f"draft_model_{number}"),
+            vllm_config,
+            speculation.draft_model_config.get_hidden_size(),
+            speculation.draft_model_config.get_vocab_size(),
+        )
+        for number, speculation in enumerate(
+            further_drafts(vllm_config.speculative_config), start=2
+        )
+    ]
+
+
+def _load(vllm_config: VllmConfig, speculation: SpeculativeConfig, prefix: str) -> nn.Module:
+    """Load one of them. ``prefix`` begins the names of its layers and of its compiled code."""
+    rank = vllm_config.parallel_config.rank
+    config = replace(
+        vllm_config,
+        model_config=speculation.draft_model_config,
+        quant_config=None,
+        parallel_config=replace(speculation.draft_parallel_config, rank=rank),
+    )
+    with set_model_tag(prefix):
+        return get_model(vllm_config=config, prefix=prefix)
+
+
+class TreeSpeculator(NodeProposals, StandaloneARSpeculator):
+    """Loads, profiles and places a draft model as the stock class does, and further ones."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.further: list[FurtherDraft] = []
+
+    _run_model = run_alone
+
+    @on_device()
+    @as_one_stage()
+    def load_draft_model(
+        self, target_model: nn.Module, target_attn_layer_names: set[str]
+    ) -> nn.Module:
+        """Load the draft, and further ones, whose layers vLLM then takes for the draft's own."""
+        first = super().load_draft_model(target_model, target_attn_layer_names)
+        self.further = load_further_drafts(self.vllm_config)
+        return first
+
+    def make_source(self, memory: RowMemory, writer: RowWriter) -> NodeSource:
+        trees = self.compose.trees
+        apart = trees.plan.growing.roots > 1
+        return DraftModels(self, self.further, memory, writer, trees.vocabulary, trees_apart=apart)
+
+    def rehearse(
+        self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool
+    ) -> None:
+        """Run one forward of every draft."""
+        rows, at = batch.num_tokens, self.rows_of_logits(batch, most_logits)
+        models: list[LoadedModel] = [self, *self.further]
+        vocabulary = self.compose.trees.vocabulary
+        logits = []
+        for model in models:
+            # vLLM rehearses with any of the target's tokens.
+            ids = readable(batch.input_ids[:rows], vocabulary, model.vocab_size)
+            found = model._run_model(ids, batch.positions[:rows], None, None, None)
+            logits.append(of_width(model.compute_draft_logits(found[at], 0), vocabulary))
+        mixture(logits)  # Those of a pool are held at once.

@@ -12,7 +12,7 @@ from interpreted import passes_interpreted
 
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_plugin.engine.cpu.ops import CPUOps
-from dyntree_plugin.engine.sources import draft_models
+from dyntree_plugin.engine.drafts import draft_model
 from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.plan import TreePlan
 
@@ -97,14 +97,14 @@ def test_drafts_of_three_sizes_grow_the_trees_of_three_of_one_size(plan: TreePla
 def test_without_the_crop_a_padded_draft_proposes_its_padding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(draft_models, "of_width", lambda logits, _: logits)
+    monkeypatch.setattr(draft_model, "of_width", lambda logits, _: logits)
     assert differing([made(CompiledGrowth, PLAN, model()) for model in (Padded, Draft)]) != []
 
 
 def test_without_the_clamp_a_narrow_draft_reads_beyond_its_embedding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(draft_models, "readable", lambda ids, *_: ids)
+    monkeypatch.setattr(draft_model, "readable", lambda ids, *_: ids)
     with pytest.raises(IndexError):
         differing([made(CompiledGrowth, PLAN, Narrow()) for _ in range(2)])
 

@@ -15,11 +15,10 @@ from torch import nn
 
 from dyntree_kernels.ancestors import unpack_bits
 from dyntree_kernels.cpu.growth import CompiledGrowth
-from dyntree_plugin.engine import block_speculator
 from dyntree_plugin.engine.cpu.ops import CPUOps
-from dyntree_plugin.engine.sources.block import BlockDraft, BlockReader
-from dyntree_plugin.engine.sources.masked_text import MaskedText
-from dyntree_plugin.engine.sources.state_blocks import StateBlocks
+from dyntree_plugin.engine.drafts import block
+from dyntree_plugin.engine.drafts.block import BlockDraft, BlockReader, StateBlocks
+from dyntree_plugin.engine.drafts.masked import MaskedText
 from dyntree_plugin.engine.step.catch_up import CatchUp
 from dyntree_plugin.engine.step.draft import Drafter
 from dyntree_plugin.engine.step.growth_stages import DraftStages
@@ -258,8 +257,8 @@ def test_vllm_builds_the_draft_for_its_block_and_the_targets_attention(
         seen.extend(vars(config.speculative_config).values())
         return target
 
-    monkeypatch.setattr(block_speculator, f"load_{method}_model", load)
-    made: Any = object.__new__(block_speculator.BlockSpeculator)
+    monkeypatch.setattr(block, f"load_{method}_model", load)
+    made: Any = object.__new__(block.BlockSpeculator)
     speculation = SimpleNamespace(num_speculative_tokens=16, attention_backend=None)
     made.speculative_config, made.method, made.length = speculation, method, LENGTH
     made.causal = True

@@ -1,1 +1,0 @@
-"""Sources of nodes: draft models, heads, and look-up."""
