@@ -6,11 +6,10 @@ It reads vLLM's configuration and imports nothing of vLLM.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin.admission import offloading, vocabularies
+from dyntree_plugin.admission import fit, offloading, vocabularies
 from dyntree_plugin.admission.attention_kernels import kernel_refusals
 from dyntree_plugin.admission.blocks import BLOCK_REFUSALS, block_draft_refusals
 from dyntree_plugin.admission.connectors import CONNECTOR_REFUSALS
@@ -114,45 +113,12 @@ def refuse_further_draft(
         *_found((*SPECULATION_REFUSALS, *DRAFT_REFUSALS, *_DRAFT_REFUSALS), further, prefix),
         *_found(model_refusals(device_type, NOT_OF_DRAFT_MODELS), draft, prefix),
         *(prefix + reason for reason in _vocabulary_refusals(vllm_config, further)),
+        *(prefix + reason for reason in fit.misfits_beside_first(further)),
     ]
     if reason := kernel_refusal(draft, device_type, kv_cache_dtype(vllm_config)):
         reasons.append(prefix + reason)
     if reasons:
         raise Refused(*reasons)
-
-
-def argument_refusals(arguments: Any, with_trees: bool) -> Iterator[str]:
-    """Yield reasons in vLLM's ``EngineArgs``.
-
-    They explain errors that vLLM raises before there is a configuration for `refuse_unserved`.
-    """
-    for key, value in (arguments.speculative_config or {}).items():
-        if key == NAMESPACE or key in DynTreeOptions.model_fields:
-            given = value if key == NAMESPACE else {key: value}
-            yield (
-                f"speculative_config.{key}={value!r} is for {NAMESPACE}: give it as "
-                f"--{NAMESPACE} '{json.dumps(given, default=str)}'"
-            )
-    if with_trees:
-        yield from _adapters_exceed_step(arguments)
-        # vLLM asks for Arctic Inference before it makes a configuration.
-        if (arguments.speculative_config or {}).get("method") == "suffix":
-            yield _unserved_method("suffix")
-
-
-def _adapters_exceed_step(arguments: Any) -> Iterator[str]:
-    """Say if a step is too small for vLLM's LoRA; vLLM has filled in the arguments' defaults."""
-    limit, num_seqs = arguments.max_num_batched_tokens, arguments.max_num_seqs
-    drafts = (arguments.speculative_config or {}).get("num_speculative_tokens")
-    if not arguments.enable_lora or limit is None or num_seqs is None or drafts is None:
-        return
-    least = num_seqs * (drafts + 1)
-    if limit < least:
-        yield (
-            f"max_num_batched_tokens={limit} is too small with enable_lora: vLLM asks for "
-            f"max_num_seqs * (num_speculative_tokens + 1) = {num_seqs} * {drafts + 1} = {least}; "
-            f"raise it to that, or lower max_num_seqs to at most {max(1, limit // (drafts + 1))}"
-        )
 
 
 def _refusals(
@@ -194,7 +160,7 @@ def _speculation_refusals(
 ) -> Iterator[str]:
     """Yield reasons in the speculation, and in the draft if its method is served."""
     if speculation.method not in (*WITH_DRAFT, *WITHOUT_DRAFT):
-        yield _unserved_method(speculation.method)
+        yield unserved_method(speculation.method)
     yield from _found(SPECULATION_REFUSALS, speculation, "speculative_config.")
     if (draft := _draft_model(vllm_config)) is not None:
         head = speculation.method in OF_TARGET
@@ -204,6 +170,7 @@ def _speculation_refusals(
         yield from _found(tables, speculation, "speculative_config.")
         yield from _found(model_refusals(device_type, lacking), draft, "draft model: ")
         yield from _vocabulary_refusals(vllm_config, speculation)
+        yield from (f"speculative_config.{each}" for each in fit.misfits(speculation))
     try:
         plan = options.plan_for(speculation)
     except ValueError as error:
@@ -237,7 +204,8 @@ def _found(table: Iterable[Refusal], config: Any, prefix: str = "") -> Iterator[
     return filter(None, (refusal(config, prefix) for refusal in table))
 
 
-def _unserved_method(method: str | None) -> str:
+def unserved_method(method: str | None) -> str:
+    """Say which methods are served."""
     return f"speculative_config.method={method!r} is not supported: {_SOURCES}"
 
 

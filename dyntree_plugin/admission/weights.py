@@ -1,4 +1,4 @@
-"""Read the sizes of a model's weights from the headers of its local files.
+"""Read the names and sizes of a model's weights from the headers of its local files.
 
 This module imports nothing of vLLM.
 """
@@ -57,6 +57,24 @@ def read(model_config: ModelConfig) -> Weights | None:
     decoder = max(stacks, key=lambda stack: sum(stack.values()), default={})
     sizes = tuple(decoder.get(number, 0) for number in range(depth)) if decoder else ()
     return Weights(sizes, total - sum(sizes))
+
+
+def names(model_config: ModelConfig) -> frozenset[str]:
+    """Return the names of a model's weights; none if no safetensors of it are on this machine."""
+    from safetensors import SafetensorError, safe_open
+
+    folder = _folder(model_config)
+    found: set[str] = set()
+    try:
+        if folder is not None and (folder / _INDEX).is_file():
+            found.update(json.loads((folder / _INDEX).read_text())["weight_map"])
+        else:
+            for file in _files(model_config):
+                with safe_open(file, "pt") as opened:
+                    found.update(opened.keys())
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError):
+        return frozenset()  # vLLM says what is wrong with the file when it loads it.
+    return frozenset(found)
 
 
 def _files(model_config: ModelConfig) -> list[Path]:

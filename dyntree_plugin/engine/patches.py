@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin.admission import check, reasons
+from dyntree_plugin.admission import arguments, check, reasons
 from dyntree_plugin.engine.configuration import PLAIN_WORKER
 from dyntree_plugin.options import pages as option_pages
 from dyntree_plugin.options.flag import (
@@ -26,6 +26,7 @@ from dyntree_plugin.options.options import NAMESPACE, DynTreeOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
     Admit = Callable[[VllmConfig, DynTreeOptions, str], None]
     ConfigureScheduler = Callable[[VllmConfig, str], None]
@@ -99,10 +100,11 @@ def refuse_before_vllm() -> None:
     ``SpeculativeConfig.verify_equal_vocab_size_if_draft_model``.
 
     Why: vLLM raises errors before it asks the platform, and with trees some of them mislead: for
-    LoRA it blames the tokens per step, for dyntree's options unknown arguments, and for method
-    suffix a missing package. It also refuses a draft whose vocabulary is only padded to another
-    size, which trees serve: `refuse_unserved` compares the tokenizers instead. Remove when a plugin
-    can check an engine's arguments.
+    LoRA it blames the tokens per step, for dyntree's options unknown arguments, for method suffix a
+    missing package, and for a draft that does not go with its method whatever it stumbles over. It
+    finds a draft's method by the path, and not by the file. It also refuses a draft whose
+    vocabulary is only padded to another size, which trees serve: `refuse_unserved` compares the
+    tokenizers instead. Remove when a plugin can check an engine's arguments.
     """
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -115,9 +117,11 @@ def refuse_before_vllm() -> None:
             with_trees = has_options(self.additional_config)
             token = _making_trees.set(with_trees)
             try:
+                if with_trees:
+                    _name_method(self)
                 config: VllmConfig = stock(self, *args, **kwargs)
-            except (ValueError, ImportError) as error:
-                ours = list(check.argument_refusals(self, with_trees))
+            except Exception as error:
+                ours = list(arguments.refusals(self, with_trees, error))
                 if not ours or reasons.is_refusal(error):
                     raise
                 with reasons.logged():
@@ -139,6 +143,16 @@ def refuse_before_vllm() -> None:
 
     _replace(EngineArgs, "create_engine_config", explaining)
     _replace(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", without_trees)
+
+
+def _name_method(engine_arguments: EngineArgs) -> None:
+    """Name the method of a draft by its file, and say so in the log."""
+    from vllm.logger import init_logger
+
+    with reasons.logged():
+        said = arguments.name_method(engine_arguments)
+    if said is not None:
+        init_logger("vllm.dyntree").info("%s", said)
 
 
 def select_v2_runner() -> None:

@@ -24,6 +24,13 @@ UNCHECKED = "scheduler_config.scheduler_cls", None
 """The change that makes a built configuration one that is not yet checked."""
 ON_CUDA = {"parallel_config.worker_cls": "auto", "attention_config.backend": None}
 """The changes that make it one for CUDA."""
+EAGLE3: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 64,
+    "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+}
+"""The changes that make the file of the tiny target that of an EAGLE-3 head for it."""
 
 
 def admit(config: VllmConfig, device: str = "cpu", *kernels: Any, **options: Any) -> None:

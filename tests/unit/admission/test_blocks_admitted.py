@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from configurations import ON_CUDA, UNCHECKED, Build, admit, changed, refusal_of, with_all
+from configurations import (
+    EAGLE3,
+    ON_CUDA,
+    UNCHECKED,
+    Build,
+    admit,
+    changed,
+    refusal_of,
+    with_all,
+)
 
 from dyntree_plugin.admission.blocks import block_advice
 from dyntree_plugin.admission.cuda_backends import CUDA_REFUSALS
@@ -147,7 +156,11 @@ def test_dspark_is_admitted_without_a_choice_of_candidates(build: Build, block: 
 @pytest.mark.parametrize(
     "windows",
     [
-        {"architectures": ["DFlashLagunaForCausalLM"], "head_dim": 16},
+        {
+            "architectures": ["DFlashLagunaForCausalLM"],
+            "head_dim": 16,
+            "draft_vocab_size": 128,
+        },
         {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"},
         MIXED | {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0], "causal": True}},
     ],
@@ -175,10 +188,9 @@ def masked(model_folder: Callable[..., str]) -> Arguments:
 
     ``changes`` are those of the draft's configuration.
     """
-    of_heads = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
 
     def make(method: str = "draft_model", **changes: Any) -> dict[str, Any]:
-        own = of_heads if method == "eagle3" else {}
+        own = EAGLE3 if method == "eagle3" else {}
         speculation = {
             "method": method,
             "model": model_folder("masked", **{"pard_token": 1} | own | changes),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from configurations import WIDTH, Build, changed, refusal_of
+from configurations import EAGLE3, WIDTH, Build, changed, refusal_of
 
 from dyntree_plugin.admission import heads
 from dyntree_plugin.engine import configuration
@@ -23,12 +23,7 @@ def head(model_folder: Callable[..., str]) -> Arguments:
     """
 
     def make(**changes: Any) -> dict[str, Any]:
-        config = {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "num_hidden_layers": 1,
-            "draft_vocab_size": 64,
-        }
-        folder = model_folder("head", **config | changes)
+        folder = model_folder("head", **EAGLE3 | changes)
         return {
             "speculative_config": {
                 "method": "eagle3",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from configurations import ON_CUDA, admit, changed, with_all
+from configurations import EAGLE3, ON_CUDA, admit, changed, with_all
 
 from dyntree_kernels.features import SERVED_ON
 from dyntree_plugin.admission import check
@@ -29,6 +29,7 @@ RECIPES: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[3] / "scripts" / "recipes.json").read_text()
 )
 LOOK_UP = "ngram_gpu"
+OF_DRAFT = "speculative_config.draft_model_config"
 OF_TEXT = ("sliding_window", "index_topk", "num_nextn_predict_layers", "layer_types")
 """What admission reads from the file of a model, and not from what vLLM makes of it."""
 WITH_FLAGS = {
@@ -55,8 +56,11 @@ def facts(recipe: dict[str, Any], method: str) -> Iterator[tuple[str, Any]]:
     if method == "gemma4_mtp":
         yield "speculative_config.use_gemma4_mtp", lambda: True
     if method in BLOCKS:
-        path = "speculative_config.draft_model_config.model_arch_config.architectures"
-        yield path, [MODELS[BLOCKS.index(method)]]
+        yield f"{OF_DRAFT}.model_arch_config.architectures", [MODELS[BLOCKS.index(method)]]
+        yield f"{OF_DRAFT}.hf_config.target_layer_ids", [0]
+    if method == "eagle3":
+        name = "eagle_aux_hidden_state_layer_ids"
+        yield f"{OF_DRAFT}.hf_config.{name}", EAGLE3[name]
     if "cache_dtype" in recipe:
         yield "cache_config.cache_dtype", recipe["cache_dtype"]
     if method == recipe["methods"][0]:
@@ -64,7 +68,7 @@ def facts(recipe: dict[str, Any], method: str) -> Iterator[tuple[str, Any]]:
             yield f"speculative_config.{name}", value
     paths = [("target", "model_config"), ("target", "speculative_config.target_model_config")]
     if method != LOOK_UP:
-        paths.append(("draft", "speculative_config.draft_model_config"))
+        paths.append(("draft", OF_DRAFT))
     for model, path in paths:
         for name, value in recipe.get(model, {}).items():
             of_text = "hf_config." if model == "draft" else "hf_text_config."

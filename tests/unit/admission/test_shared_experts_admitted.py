@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from configurations import Build, admit, changed, refusal_of, with_all
+from configurations import EAGLE3, Build, admit, changed, refusal_of, with_all
 
 from dyntree_plugin.admission import check
 
@@ -19,6 +19,7 @@ RANKS = {
     for name, value in (("data_parallel_size", 2), ("is_moe_model", True))
 }
 SHARED = "data_parallel_size of a mixture of experts"
+LAYERS = "eagle_aux_hidden_state_layer_ids"
 EXPERTS = "speculative_config.draft_model_config.model_arch_config.num_experts"
 
 
@@ -30,9 +31,10 @@ def shared(admitted: VllmConfig) -> VllmConfig:
 
 def test_ranks_are_admitted_on_cuda_with_drafts_without_experts(shared: VllmConfig) -> None:
     admit(shared, "cuda")
-    head = changed(shared, "speculative_config.method", "eagle3")
+    layers = EXPERTS.replace("model_arch_config.num_experts", f"hf_config.{LAYERS}")
     # The file of an EAGLE-3 head may have its target's numbers.
-    admit(changed(head, EXPERTS, 8), "cuda")
+    head = {"speculative_config.method": "eagle3", layers: EAGLE3[LAYERS], EXPERTS: 8}
+    admit(with_all(shared, head), "cuda")
 
 
 def test_ranks_are_refused_on_a_cpu_for_what_vllm_lacks_there(admitted: VllmConfig) -> None:
