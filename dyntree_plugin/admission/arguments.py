@@ -26,7 +26,7 @@ def name_method(arguments: Any) -> str | None:
     Raises:
         Refused: if vLLM would take another method from the path of the draft.
     """
-    given = {k: v for k, v in (arguments.speculative_config or {}).items() if v is not None}
+    given = {k: v for k, v in _speculation(arguments).items() if v is not None}
     model = given.get("model", arguments.spec_model)
     method = given.get("method", arguments.spec_method)
     if not isinstance(model, str):
@@ -49,7 +49,7 @@ def name_method(arguments: Any) -> str | None:
 
 def refusals(arguments: Any, with_trees: bool, error: Exception) -> Iterator[str]:
     """Yield reasons in vLLM's ``EngineArgs`` for an ``error`` of vLLM."""
-    for key, value in (arguments.speculative_config or {}).items():
+    for key, value in _speculation(arguments).items():
         if key == NAMESPACE or key in DynTreeOptions.model_fields:
             given = value if key == NAMESPACE else {key: value}
             yield (
@@ -59,7 +59,7 @@ def refusals(arguments: Any, with_trees: bool, error: Exception) -> Iterator[str
     if with_trees:
         yield from _adapters_exceed_step(arguments)
         # vLLM asks for Arctic Inference before it makes a configuration.
-        if (arguments.speculative_config or {}).get("method") == "suffix":
+        if _speculation(arguments).get("method") == "suffix":
             yield unserved_method("suffix")
         for reason in _draft_refusals(arguments, error):
             yield f"speculative_config.{reason}"
@@ -68,7 +68,7 @@ def refusals(arguments: Any, with_trees: bool, error: Exception) -> Iterator[str
 def _adapters_exceed_step(arguments: Any) -> Iterator[str]:
     """Say if a step is too small for vLLM's LoRA; vLLM has filled in the arguments' defaults."""
     limit, num_seqs = arguments.max_num_batched_tokens, arguments.max_num_seqs
-    drafts = (arguments.speculative_config or {}).get("num_speculative_tokens")
+    drafts = _speculation(arguments).get("num_speculative_tokens")
     if not arguments.enable_lora or limit is None or num_seqs is None or drafts is None:
         return
     least = num_seqs * (drafts + 1)
@@ -82,7 +82,7 @@ def _adapters_exceed_step(arguments: Any) -> Iterator[str]:
 
 def _draft_refusals(arguments: Any, error: Exception) -> Iterator[str]:
     """Yield at most one reason in the draft's method and files."""
-    given = arguments.speculative_config or {}
+    given = _speculation(arguments)
     method, model = given.get("method"), given.get("model")
     if _is_mtp(method):
         method, model = "mtp", model or arguments.model
@@ -119,7 +119,7 @@ def _draft_problem(model: str, method: str | None) -> str | None:
     folder = Path(model)
     file = folder / "config.json"
     if not folder.is_dir():
-        missing = model.startswith(("/", ".", "~"))
+        missing = model.startswith(("/", ".", "~")) and not folder.exists()
         return f"model={model!r} is not a folder; name that of the draft" if missing else None
     if not file.is_file():
         other = (folder / "params.json").is_file()  # Mistral's
@@ -152,6 +152,12 @@ def _config_of(model: str, revision: str | None) -> dict[str, Any] | None:
     except (OSError, ValueError, TypeError, AttributeError):
         return None  # vLLM, which reads it next, says why.
     return found
+
+
+def _speculation(arguments: Any) -> dict[str, Any]:
+    """Return the options of the speculation; none if they are no object, as vLLM says itself."""
+    given = arguments.speculative_config
+    return given if isinstance(given, dict) else {}
 
 
 def _is_mtp(method: object) -> bool:

@@ -24,7 +24,8 @@ HEADS_WITH_MASKS = (
 """vLLM's names of EAGLE-3 heads that may have a hidden state for masks."""
 
 _MASK_TOKENS = "mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"
-"""Where vLLM looks for the mask in a draft's configuration, in this order."""
+"""Where vLLM looks for the mask in a draft's configuration, in this order, after the first of them
+in its ``dflash_config``."""
 
 _BLOCK = Targets(
     "method",
@@ -55,9 +56,16 @@ def _partial(speculation: Any) -> tuple[int | None, int | None]:
 def _mask(speculation: Any) -> tuple[int | None, int]:
     """Return the token of masks, and how many tokens the draft reads."""
     config = speculation.draft_model_config.hf_config
+    of_flash = getattr(config, "dflash_config", None) or {}
     found = (getattr(config, name, None) for name in _MASK_TOKENS)
-    token = next((each for each in found if each is not None), None)
+    own = (of_flash.get(_MASK_TOKENS[0]), *found)
+    token = next((each for each in own if each is not None), None)
     return token, speculation.draft_model_config.get_vocab_size()
+
+
+def _no_mask(found: tuple[int | None, int]) -> bool:
+    token, vocabulary = found
+    return token is None or not 0 <= token < vocabulary
 
 
 def _root_of_dflash_proposes(speculation: Any) -> bool:
@@ -104,6 +112,13 @@ _STATE_BLOCK_REFUSALS = (
     ),
     _QUANTISED,
     Refusal(
+        "draft's mask token and vocabulary",
+        _mask,
+        _no_mask,
+        "a block draft reads a mask at every place of its block; its config.json must name the "
+        f"token, in dflash_config or as one of {', '.join(_MASK_TOKENS)}",
+    ),
+    Refusal(
         "dflash_config.sample_from_anchor",
         _root_of_dflash_proposes,
         bool,
@@ -123,7 +138,7 @@ _MASKS_REFUSALS = (
     Refusal(
         "parallel_drafting, draft's mask token and vocabulary",
         _mask,
-        lambda found: found[0] is None or not 0 <= found[0] < found[1],
+        _no_mask,
         "a draft that was trained for parallel drafting names its mask token in config.json, as "
         f"one of {', '.join(_MASK_TOKENS)}; use such a draft, or leave parallel_drafting out",
     ),

@@ -53,12 +53,22 @@ _SIGNS = (
 """What the configuration of an EAGLE-3 head has, and that of a whole model has not."""
 
 
-def misfits(speculation: Any) -> Iterator[str]:
-    """Yield why the draft of a ``SpeculativeConfig`` does not fit its target.
+def misfits(speculation: Any) -> list[str]:
+    """Return why the draft of a ``SpeculativeConfig`` does not fit its target.
 
     Vocabularies are compared elsewhere but for ``draft_vocab_size``. What neither the configuration
     nor weights on this machine say is taken to fit.
     """
+    try:
+        return [*_misfits(speculation)]
+    except (AttributeError, TypeError, ValueError) as error:
+        model = speculation.draft_model_config.model
+        return [
+            f"model={model!r}: its config.json has a wrong value ({error}); get the draft again"
+        ]
+
+
+def _misfits(speculation: Any) -> Iterator[str]:
     draft = speculation.draft_model_config
     if wrong := draft_methods.mismatch(speculation.method, draft.architectures):
         yield wrong
@@ -251,10 +261,10 @@ def _draft_vocabulary(speculation: Any) -> Iterator[str]:
                 f"draft_vocab_size (target, draft)={sizes} is not supported: {_SHARING} has the "
                 f"target's output layer, so it must be {sizes[0]}"
             )
-    elif sizes[1] is not None and sizes[1] > sizes[0]:
+    elif sizes[1] is not None and not 0 < sizes[1] <= sizes[0]:
         yield (
             f"draft_vocab_size (target, draft)={sizes} is not supported: the draft proposes tokens "
-            f"that the target does not have; use one with at most {sizes[0]}"
+            f"of the target; use one with 1 to {sizes[0]}"
         )
 
 

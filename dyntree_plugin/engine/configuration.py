@@ -126,7 +126,7 @@ def configure_further_drafts(
                 target_model_config=first.target_model_config,
                 target_parallel_config=first.target_parallel_config,
             )
-        except (OSError, ValueError) as error:
+        except Exception as error:  # vLLM and transformers stumble over broken files in many ways.
             raise ValueError(f"{NAMESPACE}.drafts names {model!r}: {error}") from error
         found.append(further)
     return tuple(found)

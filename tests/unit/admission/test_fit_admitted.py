@@ -153,6 +153,22 @@ MISFITS: dict[str, tuple[str | None, dict[str, Any], str]] = {
         EAGLE3 | {"draft_vocab_size": 256},
         "draft_vocab_size (target, draft)=(128, 256)",
     ),
+    "no tokens": ("eagle3", EAGLE3 | {"draft_vocab_size": 0}, "use one with 1 to 128"),
+    "layers in words": (
+        "eagle3",
+        EAGLE3 | {"eagle_aux_hidden_state_layer_ids": "012"},
+        "its config.json has a wrong value",
+    ),
+    "a text for options": (
+        "eagle3",
+        EAGLE3 | {"eagle_config": "none"},
+        "its config.json has a wrong value",
+    ),
+    "a DFlash draft without a mask": (
+        "dflash",
+        FLASH | {"dflash_config": {"target_layer_ids": [0]}},
+        "draft's mask token and vocabulary=(None, 128) is not supported",
+    ),
     "Laguna's draft of some tokens": ("dflash", LAGUNA, "it must be 128"),
     "a whole model as EAGLE-3 head": ("eagle3", PLAIN, "set method to 'draft_model'"),
     "a whole model as DFlash draft": ("dflash", PLAIN, "set method to 'draft_model'"),
@@ -290,10 +306,9 @@ def test_a_broken_file_is_named(build: Build, tmp_path: Path, case: str) -> None
     folder.mkdir()
     if content is not None:
         (folder / "config.json").write_text(content)
-    for method in (None, "eagle3"):
-        reason = refused(build, method, str(folder))
-        assert said in reason
-        assert str(folder) in reason
+    reason = refused(build, None, str(folder))
+    assert said in reason
+    assert str(folder) in reason
 
 
 def test_a_draft_that_is_not_there_is_named(build: Build) -> None:

@@ -58,6 +58,7 @@ def facts(recipe: dict[str, Any], method: str) -> Iterator[tuple[str, Any]]:
     if method in BLOCKS:
         yield f"{OF_DRAFT}.model_arch_config.architectures", [MODELS[BLOCKS.index(method)]]
         yield f"{OF_DRAFT}.hf_config.target_layer_ids", [0]
+        yield f"{OF_DRAFT}.hf_config.mask_token_id", 1
     if method == "eagle3":
         name = "eagle_aux_hidden_state_layer_ids"
         yield f"{OF_DRAFT}.hf_config.{name}", EAGLE3[name]
