@@ -188,6 +188,9 @@ def test_what_a_server_says_of_a_key_and_to_a_terminal_is_not_shown() -> None:
 class Failed:
     """The connection to an engine that ends with an error of vLLM, which quotes its arguments."""
 
+    def poll(self, _: float) -> bool:
+        return True
+
     def recv(self) -> tuple[str, str]:
         return self.kind, f"1 error: input_value={{'model': 'm', 'hf_token': '{MARKER}'}}"
 

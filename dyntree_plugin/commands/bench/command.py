@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -78,6 +77,7 @@ def serve(
     console = Console(highlight=False)
     temperatures, batches = temperatures or arguments.TEMPERATURES, batches or arguments.BATCHES
     loads = prompt_sets or [prompts.CODE], temperatures, batches
+    result: Result | None = None
     try:
         settings = Settings(*loads, count, max_tokens, rounds, samplings=extras.samplings)
         check_new_file("--output", result_file)
@@ -100,12 +100,17 @@ def serve(
             runs = settings.runs(contest.engines)
             measured = partial(of_engines, settings, contest, [*remarks, *left_out, *extras.notes])
         with _progress(console, runs) as done:
-            result = _last(measured(done=done, seconds_left=extras.seconds_left), result_file)
-    except (ValueError, OSError, RuntimeError) as error:
-        message = escaped_lines(hidden(str(error)))
+            for result in measured(done=done, seconds_left=extras.seconds_left):
+                if result_file is not None:
+                    write(result, result_file)
+    except (ValueError, OSError, RuntimeError, KeyboardInterrupt) as error:
+        message = escaped_lines(hidden(str(error))) or "interrupted"
         print(f"dyntree bench serve: {message}", file=sys.stderr)  # noqa: T201
-        raise typer.Exit(1 if isinstance(error, RuntimeError) else 2) from None
-    _show(console, result)
+        if result is not None:
+            _show(console, result)
+        raise typer.Exit(_status(error)) from None
+    if result is not None:
+        _show(console, result)
 
 
 def _refuse(context: typer.Context, panel: str, reason: str) -> None:
@@ -129,13 +134,11 @@ def _show(console: Console, result: Result) -> None:
         overview.show(console, result)
 
 
-def _last(results: Iterator[Result], path: Path | None) -> Result:
-    """Write every result, and return the last one. After an interruption the file has all complete
-    rounds."""
-    for result in results:
-        if path is not None:
-            write(result, path)
-    return result
+def _status(error: BaseException) -> int:
+    """Return the exit status: 2 for a user's mistake, 130 as shells have it for an interruption."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return 1 if isinstance(error, RuntimeError) else 2
 
 
 def _models(

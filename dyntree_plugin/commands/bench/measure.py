@@ -41,8 +41,9 @@ def measure(
     """Let every engine serve every load in each round, so that drift affects all of them alike.
 
     Every other round goes backwards, so that the engine that ran last need not start again. After
-    each round, yields all results so far. With ``by_cell``, which needs all engines running, all of
-    them serve a load before the next load comes.
+    each run, yields all results so far, which are kept whatever ends the measurement. With
+    ``by_cell``, which needs all engines running, all of them serve a load before the next load
+    comes.
 
     Engines are compared over a group of loads: a whole round, or one load with ``by_cell``. A group
     is skipped if, at the pace of the slowest one, it would exceed ``seconds_left``. ``serves``:
@@ -55,7 +56,6 @@ def measure(
     for number in range(rounds):
         for group in groups:
             if runs and seconds_left() < slowest:
-                yield _all_series(engines, loads, runs, answers)
                 return
             began = time.monotonic()
             for engine in engines if number % 2 == 0 else list(reversed(engines)):
@@ -69,8 +69,8 @@ def measure(
                         # A new list: a yielded one must not grow.
                         runs[engine.name, cell] = [*runs.get((engine.name, cell), ()), run]
                         done(engine, cell, run)
+                        yield _all_series(engines, loads, runs, answers)
             slowest = max(slowest, time.monotonic() - began)
-        yield _all_series(engines, loads, runs, answers)
 
 
 def _all_series(

@@ -152,7 +152,7 @@ def of_engines(
     done: Done,
     seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[Result]:
-    """Measure engines on this machine; yield the result so far after each round.
+    """Measure engines on this machine; yield the result so far after each run.
 
     Measurements that would exceed ``seconds_left`` are skipped; the notes of the result name them.
 
@@ -186,11 +186,11 @@ def of_engines(
     with Pool(contest.extras.side_by_side, start) as pool:
         if together := pool.holds(len(engines)):
             pool.start([(e, warm_ups(list(served(e, loads, serves).values()))) for e in engines])
-        for series in measure(
+        measured = measure(
             engines, loads, settings.rounds, pool.engine, done,
             by_cell=together, serves=serves, seconds_left=seconds_left,
-        ):  # fmt: skip
-            yield _result(settings, shown, series, [*notes, *_left_out(settings, loads, series)])
+        )  # fmt: skip
+        yield from _results(settings, shown, loads, measured, notes)
 
 
 def of_servers(
@@ -203,7 +203,7 @@ def of_servers(
 ) -> Iterator[Result]:
     """Measure running servers; all of them serve a load before the next load comes.
 
-    Yields the result so far after each round. ``client`` makes the client of an address.
+    Yields the result so far after each run. ``client`` makes the client of an address.
     ``seconds_left`` is as in `of_engines`.
 
     Raises:
@@ -228,39 +228,52 @@ def of_servers(
         "tokens after the end of an answer.",
         "Prompts repeat from round to round, so a prefix cache shortens their prefill.",
     ]
-    for series in measure(
+    measured = measure(
         engines, loads, settings.rounds, opened, done, by_cell=True, seconds_left=seconds_left
-    ):
-        remarked = [*remarks, *notes, *_left_out(settings, loads, series)]
-        yield _result(settings, engines, series, remarked)
+    )
+    yield from _results(settings, engines, loads, measured, [*remarks, *notes])
 
 
-def _left_out(settings: Settings, cells: Iterable[Cell], series: Sequence[Series]) -> Iterator[str]:
-    """If time has run out, yield a line with the number of rounds."""
-    rounds = dict.fromkeys(cells, 0)
-    for one in series:
-        rounds[one.cell] = len(one.runs)
+def _results(
+    settings: Settings,
+    engines: Sequence[Engine],
+    cells: Iterable[Cell],
+    measured: Iterable[list[Series]],
+    notes: Sequence[str],
+) -> Iterator[Result]:
+    """Yield a result for each list of series."""
+    about = [
+        f"Medians of {settings.rounds} interleaved rounds ± half of the range; ratios are of the "
+        "times per token, within each round. Other tokens: those that differ from the first "
+        "engine's, at temperature 0.",
+        *hidden(notes),
+    ]
+    shown = [e.model_copy(update={"arguments": hidden(e.arguments)}) for e in engines]
+    origin: dict[str, Any] = {}
+    for series in measured:
+        # The first asks the device, on which the engines have their place by then.
+        origin = origin or provenance() | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
+        yield Result(
+            provenance=origin,
+            settings=hidden(asdict(settings)),
+            notes=[*about, *_missing(settings, engines, cells, series)],
+            engines=shown,
+            series=series,
+        )
+
+
+def _missing(
+    settings: Settings, engines: Sequence[Engine], cells: Iterable[Cell], series: Sequence[Series]
+) -> Iterator[str]:
+    """If runs are missing, yield a line with the number of complete rounds."""
+    runs = {(one.engine, one.cell): len(one.runs) for one in series}
+    rounds = {
+        cell: min(runs.get((e.name, cell), 0) for e in engines if serves(e, cell.temperature))
+        for cell in cells
+    }
     if min(rounds.values()) < settings.rounds:
         counts = ", ".join(
             f"{n} at temperature {cell.temperature:g} with batch {cell.batch} ({cell.prompts})"
             for cell, n in rounds.items()
         )
         yield f"Rounds measured, of {settings.rounds}: {counts}."
-
-
-def _result(
-    settings: Settings, engines: Sequence[Engine], series: list[Any], notes: Sequence[str]
-) -> Result:
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
-    return Result(
-        provenance=provenance() | threads,
-        settings=hidden(asdict(settings)),
-        notes=[
-            f"Medians of {settings.rounds} interleaved rounds ± half of the range; ratios are of "
-            "the times per token, within each round. Other tokens: those that differ from the "
-            "first engine's, at temperature 0.",
-            *hidden(notes),
-        ],
-        engines=[e.model_copy(update={"arguments": hidden(e.arguments)}) for e in engines],
-        series=series,
-    )

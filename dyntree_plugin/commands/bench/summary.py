@@ -22,7 +22,8 @@ class Spread:
 
     @classmethod
     def of(cls, values: list[float]) -> Spread:
-        return cls(median(values), min(values), max(values))
+        """Return the spread of these values; NaN of none."""
+        return cls(median(values), min(values), max(values)) if values else cls(nan, nan, nan)
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,13 @@ def _fastest(series: Iterable[Series]) -> Series | None:
 def speed_up(series: Series, reference: Series) -> Spread:
     """Compute the speed-up within each round, so that drift between the rounds cancels.
 
-    It is NaN if one of the two sent its answers in one piece.
+    It is NaN if one of the two sent its answers in one piece, or they share no round.
     """
     if in_single_pieces(series) or in_single_pieces(reference):
-        return Spread(nan, nan, nan)
+        return Spread.of([])
     times = {run.round: run.tpot_ms for run in reference.runs}
-    return Spread.of([times[run.round] / run.tpot_ms for run in series.runs])
+    shared = [run for run in series.runs if run.round in times]
+    return Spread.of([times[run.round] / run.tpot_ms for run in shared])
 
 
 def in_single_pieces(series: Series) -> bool:

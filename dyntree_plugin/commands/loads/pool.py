@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,8 @@ from dyntree_plugin.secrets import hidden
 
 _LOG_CHARACTERS = 6000
 _END_SECONDS = 15.0
+_LOOK_SECONDS = 1.0
+_BY_SIGNAL = re.compile(r"(?:exit ?code:? |core proc\(s\): \{'\w+': )-(\d+)")
 
 
 class EngineProcess:
@@ -52,9 +55,15 @@ class EngineProcess:
         self._send(signal.SIGSTOP)
 
     def serve(self, load: Load) -> tuple[Run, Answers]:
+        """Let the engine serve a load.
+
+        Raises:
+            RuntimeError: if it fails, or its process has ended.
+        """
         self._send(signal.SIGCONT)
         try:
-            self._connection.send(load)
+            with suppress(OSError):  # where its process has ended, `_receive` says how
+                self._connection.send(load)
             answer: tuple[Run, Answers] = self._receive()
             return answer
         finally:
@@ -77,16 +86,22 @@ class EngineProcess:
 
     def _receive(self) -> Any:
         try:
+            # A process that the engine has started may hold the connection open.
+            while not self._connection.poll(_LOOK_SECONDS):
+                if not self._process.is_alive() and not self._connection.poll():
+                    raise EOFError
             kind, value = self._connection.recv()
-        except EOFError:
-            kind, value = FAILED, "its process has ended"
+        except (EOFError, OSError):
+            self._process.join(_END_SECONDS)
+            kind, value = FAILED, f"its process has ended, exit code: {self._process.exitcode}"
         if kind == REFUSED:
             raise ValueError(hidden(f"{self._name}: {value}"))
         if kind == FAILED:
             # A process that could not start has no log; its output went to the screen.
             printed = self._log.read_text(errors="replace") if self._log.exists() else ""
-            printed = printed[-_LOG_CHARACTERS:]
-            raise RuntimeError(hidden(f"the engine `{self._name}` failed: {value}\n{printed}"))
+            told = f"{value}\n{printed[-_LOG_CHARACTERS:]}"
+            failed = ", ".join([f"the engine `{self._name}` failed", *_killed(told)])
+            raise RuntimeError(hidden(f"{failed}: {told}"))
         return value
 
     def _send(self, number: signal.Signals) -> None:
@@ -163,6 +178,14 @@ class Pool:
     def _end_last(self) -> None:
         _, process = self._running.popitem()
         process.end()
+
+
+def _killed(told: str) -> Iterator[str]:
+    """Yield a text for each signal that ended a process, by Python's and vLLM's exit codes."""
+    for number in dict.fromkeys(map(int, _BY_SIGNAL.findall(told))):
+        with suppress(ValueError):
+            name = signal.Signals(number).name
+            yield f"a process was ended by signal {number} ({name}, {signal.strsignal(number)})"
 
 
 def _free_bytes() -> int:

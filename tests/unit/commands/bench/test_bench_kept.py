@@ -1,0 +1,145 @@
+"""What is kept of a measurement of `dyntree bench serve` that does not reach its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from command_lines import ran
+
+from dyntree_plugin.commands.bench import session
+from dyntree_plugin.commands.bench.results import read
+from dyntree_plugin.commands.loads import pool
+from dyntree_plugin.commands.loads.load import Load
+from dyntree_plugin.commands.loads.pool import EngineProcess
+from dyntree_plugin.commands.loads.requests import Request
+from dyntree_plugin.commands.loads.runs import Engine, Run
+
+ENGINE = Engine(name="tree", kind="dynamic tree", budget=2, arguments={})
+LOAD = Load([Request([1])], 1, 0.0, 8)
+
+
+class FakePool:
+    """Takes the place of the engines; ``error`` ends the run of this number."""
+
+    def __init__(self, number: int, error: BaseException) -> None:
+        self.left, self.error = number, error
+
+    def __call__(self, *_: Any) -> Self:
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def holds(self, engines: int) -> bool:
+        return False
+
+    @contextmanager
+    def engine(self, engine: Engine, warm_up: list[Load]) -> Iterator[Self]:
+        yield self
+
+    def serve(self, load: Load) -> tuple[Run, list[list[int]]]:
+        self.left -= 1
+        if not self.left:
+            raise self.error
+        run = Run(round=0, requests=1, seconds=1.0, output_tokens=9, tpot_ms=1.0, ttft_ms=1.0)
+        return run, [[1] for _ in load.requests]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (RuntimeError("the engine `tree` failed, signal 9"), 1, "failed, signal 9"),
+        (ValueError("chain: refused"), 2, "chain: refused"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_complete_runs_are_written_and_shown_whatever_ends_the_measurement(
+    error: BaseException, status: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of 3 engines and 2 rounds with one load each; the second round begins with the tree.
+    monkeypatch.setattr(session, "Pool", FakePool(5, error))
+    small = ["--num-prompts", "1", "--max-tokens", "6", "--rounds", "2", "--batch", "1"]
+    engines = ["--chain", "2", "--dyntree", "{}", "--temperature", "1"]
+    path = tmp_path / "result.json"
+    done = ran("bench", "serve", *small, *engines, "--output", str(path))
+    assert done.exit_code == status, done.output
+    assert told in done.stderr
+    assert "Traceback" not in done.output
+    found = read(path)
+    assert [len(series.runs) for series in found.series] == [1, 1, 2]
+    missing = "Rounds measured, of 2: 1 at temperature 1 with batch 1 (held-out code)."
+    assert missing in found.notes
+    for text in ("dynamic tree of 16", "speed-up", missing):
+        assert text in " ".join(done.stdout.split())
+
+
+def test_without_a_complete_run_only_the_error_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "Pool", FakePool(1, RuntimeError("it failed")))
+    done = ran("bench", "serve", "--output", str(tmp_path / "result.json"))
+    assert (done.exit_code, done.stderr) == (1, "dyntree bench serve: it failed\n")
+    assert not list(tmp_path.iterdir())
+
+
+@contextmanager
+def started(folder: Path, around: Callable[..., Any]) -> Iterator[EngineProcess]:
+    process = EngineProcess(ENGINE, folder / "log", around=around)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+def test_the_signal_that_ended_an_engine_is_named(tmp_path: Path) -> None:
+    with started(tmp_path, partial(signal.raise_signal, signal.SIGILL)) as process:
+        for call in (process.wait, lambda: process.serve(LOAD)):
+            with pytest.raises(RuntimeError, match=r"signal 4 \(SIGILL, Illegal instruction\)"):
+                call()
+
+
+def test_an_engine_whose_own_process_outlives_it_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_LOOK_SECONDS", 0.01)
+    code = """
+import os, signal, time
+child = os.fork()
+if not child:
+    time.sleep(600)
+with open(file, "w") as stream:
+    stream.write(str(child))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    file = tmp_path / "child"
+    try:
+        with (
+            started(tmp_path, partial(exec, code, {"file": str(file)})) as process,
+            pytest.raises(RuntimeError, match=r"signal 9 \(SIGKILL, Killed\)"),
+        ):
+            process.wait()
+    finally:
+        os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("told", "signals"),
+    [
+        ("Worker proc W died unexpectedly (exit code: -11), shutting down", ["SIGSEGV"]),
+        ("Failed core proc(s): {'EngineCore_0': -9}", ["SIGKILL"]),
+        ("Process p (PID: 7) died with exit code -4; died with exit code -4", ["SIGILL"]),
+        ("its process has ended, exit code: 1; loss: -9, exit code: -999", []),
+    ],
+)
+def test_the_signals_of_vllms_processes_are_named(told: str, signals: list[str]) -> None:
+    assert [text.split("(")[1].split(",")[0] for text in pool._killed(told)] == signals
