@@ -42,6 +42,7 @@ NAMES: Mapping[str, Name] = {
     "--dyntree": Name("JSON", "The dyntree options, as for `dyntree serve`."),
     "--engine-arguments": Name("JSON", "More arguments of vLLM's LLM()."),
     "--prompts": Name("SOURCE", "Where the prompts come from."),
+    "--chat": Name("", "Write each prompt as a message in the target's chat template."),
     "--num-prompts": Name("N", "Number of prompts."),
     "--max-tokens": Name("N", "Most tokens per completion."),
     "--temperature": Name("T", "Temperature of sampling; 0 is greedy."),

@@ -52,6 +52,7 @@ PromptSets = Annotated[
         autocompletion=_sources,
     ),
 ]
+Chat = Annotated[bool, shared("--chat", rich_help_panel=OF_ENGINES)]
 NumPrompts = Annotated[int, shared("--num-prompts", "Per set; a larger --batch raises it.", min=1)]
 MaxTokens = Annotated[int, shared("--max-tokens", "Every answer has this many.", min=2)]
 Batches = Annotated[

@@ -51,6 +51,7 @@ def serve(
     draft: arguments.Draft = None,
     method: arguments.Method = "draft_model",
     prompt_sets: arguments.PromptSets = None,
+    chat: arguments.Chat = False,
     count: arguments.NumPrompts = 8,
     max_tokens: arguments.MaxTokens = 128,
     batches: arguments.Batches = None,
@@ -79,7 +80,9 @@ def serve(
     loads = prompt_sets or [prompts.CODE], temperatures, batches
     result: Result | None = None
     try:
-        settings = Settings(*loads, count, max_tokens, rounds, samplings=extras.samplings)
+        settings = Settings(
+            *loads, count, max_tokens, rounds, samplings=extras.samplings, chat=chat
+        )
         check_new_file("--output", result_file)
         if base_urls:
             _refuse(context, arguments.OF_ENGINES, "--base-url measures a running server")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dyntree_plugin.commands.bench import sets
+from dyntree_plugin.commands.loads import chat as chats
 from dyntree_plugin.commands.loads.prompt_file import lines
 from dyntree_plugin.commands.loads.requests import Request
 from dyntree_plugin.pair import held_out_prompts, held_out_prose
@@ -29,7 +30,7 @@ VLLM = "vllm:"
 
 
 def read_all(
-    sources: Sequence[str], count: int, tokenizer: Any, seed: int = 0
+    sources: Sequence[str], count: int, tokenizer: Any, seed: int = 0, *, chat: bool = False
 ) -> dict[str, list[Request]]:
     """Return the requests of several sets by their names, each as `read` gives it.
 
@@ -38,7 +39,7 @@ def read_all(
     """
     sets: dict[str, list[Request]] = {}
     for source in sources:
-        name, requests = read(source, count, tokenizer, seed)
+        name, requests = read(source, count, tokenizer, seed, chat=chat)
         if name in sets:
             raise ValueError(
                 f"--prompts {source!r} has the name of another set, {name!r}: "
@@ -48,11 +49,13 @@ def read_all(
     return sets
 
 
-def read(source: str, count: int, tokenizer: Any, seed: int = 0) -> tuple[str, list[Request]]:
+def read(
+    source: str, count: int, tokenizer: Any, seed: int = 0, *, chat: bool = False
+) -> tuple[str, list[Request]]:
     """Return a set's name and up to ``count`` of its requests; the ``seed`` determines which.
 
     ``source`` is `CODE`, `PROSE`, one of `sets.NAMES`, a JSONL file, or `VLLM` with flags, which
-    need the target's tokenizer. The prompts are texts.
+    need the target's tokenizer. The prompts are texts. ``chat``: `tokens` makes them messages.
 
     Raises:
         ValueError: if it is none of them or has no prompts.
@@ -65,7 +68,7 @@ def read(source: str, count: int, tokenizer: Any, seed: int = 0) -> tuple[str, l
             return sets.read(source, codes)
         return "held-out code", [Request(code) for code in codes]
     if source.startswith(VLLM):
-        name, texts = _of_vllm(_flags(source), count, tokenizer, seed)
+        name, texts = _of_vllm(_flags(source), count, tokenizer, seed, chat=chat)
         return name, [Request(text) for text in texts]
     path = Path(source)
     if not path.is_file():
@@ -98,7 +101,9 @@ def _flags(source: str) -> list[str]:
     return flags
 
 
-def _of_vllm(flags: list[str], count: int, tokenizer: Any, seed: int) -> tuple[str, list[str]]:
+def _of_vllm(
+    flags: list[str], count: int, tokenizer: Any, seed: int, *, chat: bool
+) -> tuple[str, list[str]]:
     from vllm.benchmarks.datasets import add_dataset_parser, get_samples
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -107,7 +112,7 @@ def _of_vllm(flags: list[str], count: int, tokenizer: Any, seed: int) -> tuple[s
     parser: Any = FlexibleArgumentParser()  # type: ignore[no-untyped-call]
     add_dataset_parser(parser)
     ours = ["--num-prompts", str(count), "--seed", str(seed), "--no-oversample"]
-    if getattr(tokenizer, "chat_template", None) is None:
+    if chat or getattr(tokenizer, "chat_template", None) is None:
         ours.append("--skip-chat-template")
     parser.error = partial(_refuse, flags)
     arguments = parser.parse_args([*ours, *flags])
@@ -130,9 +135,13 @@ def _refuse(flags: list[str], message: str) -> NoReturn:
     raise ValueError(f"--prompts '{VLLM}{shlex.join(flags)}': {message}")
 
 
-def tokens(requests: Sequence[Request], tokenizer: Any, most: int) -> tuple[list[Request], int]:
+def tokens(
+    requests: Sequence[Request], tokenizer: Any, most: int, *, chat: bool = False
+) -> tuple[list[Request], int]:
     """Return the requests whose prompts have at most ``most`` tokens, with these as prompts, and
-    the number of others."""
-    encoded = [replace(request, prompt=tokenizer.encode(request.prompt)) for request in requests]
+    the number of others. ``chat`` is as in `chats.encoded`."""
+    texts = [str(request.prompt) for request in requests]
+    read = chats.encoded(texts, tokenizer, chat=chat)
+    encoded = [replace(one, prompt=prompt) for one, prompt in zip(requests, read, strict=True)]
     fitting = [request for request in encoded if 0 < len(request.prompt) <= most]
     return fitting, len(encoded) - len(fitting)

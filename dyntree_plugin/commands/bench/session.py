@@ -38,7 +38,10 @@ Done = Callable[[Engine, Cell, Run], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """The loads: every set of requests with every sampling, temperature and batch size."""
+    """The loads: every set of requests with every sampling, temperature and batch size.
+
+    ``chat``: prompts are messages in the target's chat template.
+    """
 
     sets: Sequence[str]
     temperatures: Sequence[float]
@@ -48,6 +51,7 @@ class Settings:
     rounds: int
     seed: int = 0
     samplings: Sequence[Parameters] = ({},)
+    chat: bool = False
 
     @property
     def prompts(self) -> int:
@@ -165,9 +169,11 @@ def of_engines(
     tokenizer = AutoTokenizer.from_pretrained(contest.models.target)
     most = context_of(contest.models.target) - settings.max_tokens - max([0, *contest.budgets]) - 1
     sets, longer = {}, 0
-    given = prompts.read_all(settings.sets, settings.prompts, tokenizer, settings.seed)
+    given = prompts.read_all(
+        settings.sets, settings.prompts, tokenizer, settings.seed, chat=settings.chat
+    )
     for name, read in given.items():
-        sets[name], left_out = prompts.tokens(read, tokenizer, most)
+        sets[name], left_out = prompts.tokens(read, tokenizer, most, chat=settings.chat)
         longer += left_out
     loads = settings.loads(sets)
     longest = max(len(each.prompt) for one in sets.values() for each in one) + settings.max_tokens
@@ -180,7 +186,11 @@ def of_engines(
         look_ups=contest.extras.look_ups,
     )
     settings.check(sets, engine_verifies(engines[0].arguments, tokenizer))
-    notes = [*notes, *([f"{longer} prompts were too long and were left out."] if longer else [])]
+    notes = [
+        *notes,
+        *(["Prompts are messages in the target's chat template."] if settings.chat else []),
+        *([f"{longer} prompts were too long and were left out."] if longer else []),
+    ]
     shown = [plan.labelled(engine, contest.models.labels) for engine in engines]
     start = partial(EngineProcess, around=contest.extras.around)
     with Pool(contest.extras.side_by_side, start) as pool:

@@ -89,9 +89,7 @@ Nodes = Annotated[
     ),
 ]
 Batch = Annotated[int, shared("--batch", min=1)]
-Chat = Annotated[
-    bool, option("--chat", "", "Write each prompt as a message in the target's chat template.")
-]
+Chat = Annotated[bool, shared("--chat")]
 Seed = Annotated[int, shared("--seed", min=0)]
 EngineArguments = Annotated[str, shared("--engine-arguments", "They are for the target.")]
 Dtype = Annotated[DtypeName, shared("--dtype")]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dyntree_plugin.commands.loads import chat as chats
 from dyntree_plugin.commands.loads.prompt_file import lines
 
 FEWEST = 8
@@ -47,8 +48,7 @@ def read(path: Path, tokenizer: Any, most: int, held_out: int, seed: int, *, cha
             f"--prompts {str(path)!r} has {len(texts)} prompts: it must have at least {FEWEST}, "
             f"and {held_out} more to hold out (--held-out)"
         )
-    shown = [_asked(text, tokenizer) for text in texts] if chat else texts
-    encoded: list[list[int]] = tokenizer(shown, add_special_tokens=not chat)["input_ids"]
+    encoded = chats.encoded(texts, tokenizer, chat=chat)
     for number, tokens in enumerate(encoded, start=1):
         if not 0 < len(tokens) <= most:
             raise ValueError(
@@ -59,13 +59,6 @@ def read(path: Path, tokenizer: Any, most: int, held_out: int, seed: int, *, cha
     notes = list(_notes(texts, encoded))
     random.Random(seed).shuffle(encoded)
     return Prompts(encoded[:held_out], encoded[held_out:], digest, notes)
-
-
-def _asked(text: str, tokenizer: Any) -> str:
-    if not tokenizer.chat_template:
-        raise ValueError("--chat: the target's tokenizer must have a chat template, and has none")
-    messages = [{"role": "user", "content": text}]
-    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
 
 def _notes(texts: list[str], encoded: list[list[int]]) -> list[str]:

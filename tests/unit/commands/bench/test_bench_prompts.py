@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -51,11 +53,44 @@ def test_a_data_set_of_vllms_is_read_by_its_own_flags() -> None:
 
 def test_prompts_that_do_not_fit_are_left_out_and_counted() -> None:
     class Tokenizer:
-        def encode(self, text: str) -> list[int]:
-            return list(range(len(text)))
+        def __call__(self, texts: list[str], **_: bool) -> dict[str, list[list[int]]]:
+            return {"input_ids": [list(range(len(text))) for text in texts]}
 
     penalty = {"repetition_penalty": 1.1}
     given = [Request("ab"), Request("abcdef"), Request("abc", penalty)]
     found, longer = prompts.tokens(given, Tokenizer(), 3)
     assert found == [Request([0, 1]), Request([0, 1, 2], penalty)]
     assert longer == 1
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+def test_prompts_become_messages_of_a_chat() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(pair.paths()["target"])
+    tokenizer.chat_template = TEMPLATE
+    given = [Request("def f(x):", {"top_p": 0.5}), Request("b")]
+    (first, _), longer = prompts.tokens(given, tokenizer, 99, chat=True)
+    assert tokenizer.decode(first.prompt) == "<user>def f(x):<assistant>"
+    assert (first.sampling, longer) == ({"top_p": 0.5}, 0)
+    (first, _), _ = prompts.tokens(given, tokenizer, 99)
+    assert list(first.prompt) == tokenizer.encode("def f(x):")
+    tokenizer.chat_template = "{{ raise_exception('only systems may ask') }}"
+    with pytest.raises(ValueError, match="--chat: the target's chat template fails: only systems"):
+        prompts.tokens(given, tokenizer, 99, chat=True)
+
+
+def test_a_data_set_of_vllms_is_written_as_messages_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def get_samples(arguments: Any, _: Any) -> list[Any]:
+        asked.append(arguments.skip_chat_template)
+        return [SimpleNamespace(prompt="def f(x):")]
+
+    monkeypatch.setattr("vllm.benchmarks.datasets.get_samples", get_samples)
+    tokenizer = SimpleNamespace(chat_template=TEMPLATE)
+    for chat in (True, False):
+        prompts.read("vllm:--dataset-name custom", 1, tokenizer, chat=chat)
+    assert asked == [True, False]
