@@ -31,6 +31,8 @@ _SHOWN = (
     "rule",
 )
 
+_OF_PIECES = ("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_batched_tokens")
+
 KV_CACHE_BYTES = 1 << 29
 """Size of an engine's KV cache. Pages that are not written take no memory."""
 
@@ -126,8 +128,10 @@ def _shared_arguments(models: Models, batch: int, length: int, budget: int) -> d
         "model": models.target,
         "dtype": "bfloat16",
         "max_model_len": length,
-        # A step has room for every prompt, and for all trees.
+        # A step has room for the longest prompt beside all trees. Further prompts wait: vLLM's V1
+        # runner, which n-gram chains need on a CPU, cannot read a part of one with a seed.
         "max_num_batched_tokens": max(length, batch * (budget + 1)) + length,
+        **({} if reads_in_pieces(models.engine_arguments) else {"enable_chunked_prefill": False}),
         "max_num_seqs": batch,
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
         # Every run reads its prompts.
@@ -136,6 +140,11 @@ def _shared_arguments(models: Models, batch: int, length: int, budget: int) -> d
         "use_tqdm_on_load": False,
         **models.engine_arguments,
     }
+
+
+def reads_in_pieces(arguments: Mapping[str, Any]) -> bool:
+    """Return whether a user's arguments of ``LLM`` may have prompts read in pieces."""
+    return any(arguments.get(name) for name in _OF_PIECES)
 
 
 def named_trees(options: Sequence[Mapping[str, Any]], nodes: int) -> Trees:

@@ -185,11 +185,21 @@ def test_engines_differ_in_their_speculation_alone() -> None:
     assert shared["max_num_seqs"] == 8
     assert shared["max_model_len"] >= 117
     assert shared["swap_space"] == 0
+    assert shared["enable_chunked_prefill"] is False
     for name, arguments in by_name.items():
         own = set(arguments) - set(shared)
         assert own <= {"speculative_config", "additional_config"}, name
         assert {key: arguments[key] for key in shared} == shared
     assert by_name["chain of 5"]["speculative_config"]["num_speculative_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    "given", [{"max_num_batched_tokens": 64}, {"enable_chunked_prefill": True}]
+)
+def test_a_user_decides_whether_prompts_are_read_in_pieces(given: dict[str, Any]) -> None:
+    (plain,) = plan.engines(Models("T", "D", given), [CELL], 100, chains={}, trees={})
+    assert plain.arguments.items() >= given.items()
+    assert plain.arguments.get("enable_chunked_prefill") is given.get("enable_chunked_prefill")
 
 
 def settings(**changes: Any) -> Settings:
