@@ -65,11 +65,11 @@ def stay_in_this_process() -> None:
 
 
 def drafts_of(
-    method: Method, draft: str | None, nodes: int, options: Mapping[str, Any]
+    method: str, draft: str | None, nodes: int, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return vLLM's ``speculative_config`` and the dyntree options of trees of so many ``nodes``.
 
-    ``draft``: None if it is part of the target.
+    ``draft``: None if it is part of the target, or there is none.
     """
     model = {} if draft is None else {"model": draft}
     if method not in BLOCKS or draft is None:

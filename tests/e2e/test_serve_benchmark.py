@@ -106,6 +106,24 @@ def test_the_tables_are_there(measured: tuple[Path, str]) -> None:
     assert "All answers are those of no speculation." in printed
 
 
+@pytest.mark.slow
+def test_look_up_alone_is_measured_where_prompts_compete_for_room(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    command = [
+        *(sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve", "--method", "ngram"),
+        *("--chain", "4", "--num-prompts", "4", "--max-tokens", "16", "--output", str(path)),
+        *("--batch", "4", "--temperature", "1", "--rounds", "1"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-8000:]
+    of = {series.engine: series.runs[0] for series in read(path).series}
+    assert [*of] == ["no speculation", "n-gram of 4", "look-up tree of 16"]
+    assert {run.output_tokens for run in of.values()} == {4 * 16}
+    assert of["no speculation"].speculation.drafts == 0
+    assert of["n-gram of 4"].speculation.draft_tokens > 0
+    assert of["look-up tree of 16"].fallbacks.request_steps > 0
+
+
 def test_a_server_is_measured(server: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     command = [

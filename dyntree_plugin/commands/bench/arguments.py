@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from dyntree_plugin.commands.arguments import Method as DraftMethod
-from dyntree_plugin.commands.bench.chains import OFF
+from dyntree_plugin.commands import arguments as common
+from dyntree_plugin.commands.bench.chains import ALL, OFF
 from dyntree_plugin.commands.vocabulary import option, shared
 
 OF_ENGINES = "For engines on this machine"
@@ -16,7 +16,7 @@ OF_SERVERS = "For running servers"
 
 TEMPERATURES = [0.0, 1.0]
 BATCHES = [1, 4]
-TREES: list[dict[str, Any]] = [{}, {"budget": "fixed"}]
+TREES: list[dict[str, Any]] = [{}]
 """Default dyntree options of the engines with trees."""
 NODES = 16
 """Nodes of trees whose options have no ``node_budget``."""
@@ -28,7 +28,16 @@ Target = Annotated[
 Draft = Annotated[
     str | None, shared("--draft", show_default="the embedded one", rich_help_panel=OF_ENGINES)
 ]
-Method = Annotated[DraftMethod, shared("--method", rich_help_panel=OF_ENGINES)]
+Source = Literal[common.Method, "ngram"]
+"""vLLM's names of the kinds of drafts, and of look-up in the request's text alone."""
+Method = Annotated[
+    Source,
+    shared(
+        "--method",
+        "With ngram nothing drafts: trees, and vLLM's n-gram chains, look up the request's text.",
+        rich_help_panel=OF_ENGINES,
+    ),
+]
 
 
 def _sources(incomplete: str) -> Iterator[str]:
@@ -72,8 +81,8 @@ Chains = Annotated[
         "[KIND:]N",
         "Length of one of vLLM's chains. Its kind is greedy, whose drafts are the most likely "
         "tokens; probabilistic, whose drafts are drawn; block, drawn and verified as a block; or "
-        f"n-gram. Repeatable; {OFF} leaves all out.",
-        show_default="several of every kind",
+        f"n-gram. Repeatable; {OFF} leaves all out, and {ALL} measures many lengths of every kind.",
+        show_default="3, 8, block:3, block:8 and n-gram:8",
         rich_help_panel=OF_ENGINES,
     ),
 ]
@@ -82,7 +91,7 @@ Trees = Annotated[
     shared(
         "--dyntree",
         f"Without a node_budget a tree has {NODES} nodes. Repeatable: each is measured.",
-        show_default="""{} and {"budget": "fixed"}""",
+        show_default="{}",
         rich_help_panel=OF_ENGINES,
     ),
 ]

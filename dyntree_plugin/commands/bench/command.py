@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperOption
 
 from dyntree_plugin import pair
-from dyntree_plugin.commands.arguments import KINDS, Method, both_or_neither, check_models, embedded
+from dyntree_plugin.commands.arguments import KINDS, both_or_neither, check_models, embedded
 from dyntree_plugin.commands.bench import (
     arguments,
     overview,
@@ -41,6 +41,7 @@ from dyntree_plugin.commands.paths import check_new_file
 from dyntree_plugin.commands.start import ready_for_engine
 from dyntree_plugin.commands.vocabulary import given
 from dyntree_plugin.escape import escaped_lines
+from dyntree_plugin.options.methods import WITHOUT_DRAFT
 from dyntree_plugin.secrets import hidden
 from dyntree_plugin.strict_json import object_of
 
@@ -53,12 +54,12 @@ def serve(
     prompt_sets: arguments.PromptSets = None,
     chat: arguments.Chat = False,
     count: arguments.NumPrompts = 8,
-    max_tokens: arguments.MaxTokens = 128,
+    max_tokens: arguments.MaxTokens = 64,
     batches: arguments.Batches = None,
     temperatures: arguments.Temperatures = None,
     chains: arguments.Chains = None,
     trees: arguments.Trees = None,
-    rounds: arguments.Rounds = 3,
+    rounds: arguments.Rounds = 2,
     engine_arguments: arguments.EngineArguments = "{}",
     base_urls: arguments.BaseUrls = None,
     model: arguments.Model = None,
@@ -70,9 +71,14 @@ def serve(
     Every engine serves every load in every round, so that drift affects all of them alike. Without
     --target and --draft, the command uses the pair of tiny models that comes with dyntree.
 
-    By default there are 204 runs of 8 prompts with 128 tokens: in each of 3 rounds, with 2 batch
-    sizes, 12 engines at temperature 0 and 22 at 1. On a GPU, which holds one engine at a time,
-    engines start 64 times. `--rounds 1 --chain 5 --dyntree '{}'` leaves 12 runs of 3 engines.
+    Without options this is a first answer: 48 runs of 8 prompts with 64 tokens, in each of 2
+    rounds, with 2 batch sizes, 5 engines at temperature 0 and 7 at 1. They take about 15,000 times
+    the target's time per token, 5 minutes at 20 ms, and the starts of engines: 7, or 13 on a GPU,
+    which holds one at a time.
+
+    `--chain all --rounds 3 --max-tokens 128` asks for more: 192 runs of 21 engines, with many
+    lengths of every kind of chains. `--rounds 1 --chain 5` leaves 12 runs of 3 engines, and
+    `--method ngram` measures look-up alone.
     """
     extras = context.obj if isinstance(context.obj, Extras) else Extras()
     console = Console(highlight=False)
@@ -94,8 +100,10 @@ def serve(
             _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is measured")
             ready_for_engine()
             further = object_of("--engine-arguments", engine_arguments)
-            of_trees = _trees(trees)
-            lengths, left_out = chosen(chains, settings.temperatures)
+            drafts = method not in WITHOUT_DRAFT
+            of_trees = _trees(trees, draft=drafts)
+            pieces = plan.reads_in_pieces(further) and _on_cpu()
+            lengths, left_out = chosen(chains, temperatures, draft=drafts, pieces=pieces)
             models, remarks = _models(target, draft, method, further)
             if extras.labels:
                 models = replace(models, labels=extras.labels)
@@ -147,17 +155,28 @@ def _status(error: BaseException) -> int:
 def _models(
     target: str | None,
     draft: str | None,
-    method: Method,
+    method: arguments.Source,
     further: dict[str, Any],
 ) -> tuple[Models, list[str]]:
     """Return the models, and notes on them."""
-    both_or_neither(target, draft, method)
+    if method != "ngram":
+        if target is not None and draft is None and method != "mtp":
+            raise ValueError(
+                "--target and --draft go together; --method ngram needs no draft, and measures "
+                "look-up alone"
+            )
+        both_or_neither(target, draft, method)
+    elif draft is not None:
+        raise ValueError("--draft must not be given: --method ngram measures look-up alone")
     check_models(target, draft)
     _without_progress_bars()
     if target is not None:
         return Models(target, draft, further, method=method), []
-    folder, drafting = embedded(method)
     labels = {str(path): f"the embedded {n.replace('_', ' ')}" for n, path in pair.paths().items()}
+    if method == "ngram":
+        notes = [f"The embedded target, {further.get('dtype', 'bfloat16')}, and look-up alone."]
+        return Models(str(pair.paths()["target"]), None, further, labels, method), notes
+    folder, drafting = embedded(method)
     labels[str(drafting)] = f"the embedded {KINDS[method]}"
     what = "pair" if method == "draft_model" else f"target and its {KINDS[method]}"
     notes = [f"The embedded {what}, {further.get('dtype', 'bfloat16')}."]
@@ -170,9 +189,15 @@ def _without_progress_bars() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _trees(given: Sequence[str] | None) -> plan.Trees:
+def _on_cpu() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def _trees(given: Sequence[str] | None, *, draft: bool) -> plan.Trees:
     options = [object_of("--dyntree", one) for one in given or ()] or arguments.TREES
-    return plan.named_trees(options, arguments.NODES)
+    return plan.named_trees(options, arguments.NODES, draft=draft)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from dyntree_plugin.commands.arguments import Method
+from dyntree_plugin.commands.bench.arguments import Source
 from dyntree_plugin.commands.bench.chains import Chains, listed
 from dyntree_plugin.commands.bench.results import Cell
 from dyntree_plugin.commands.engine import drafts_of
@@ -46,14 +46,14 @@ class Models:
     """Target and draft, and the arguments of all engines.
 
     ``labels``: names in a result for models in folders of this machine. ``draft``: None if it is
-    part of the target (``method`` mtp).
+    part of the target (``method`` mtp), or if there is none (ngram).
     """
 
     target: str
     draft: str | None
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
-    method: Method = "draft_model"
+    method: Source = "draft_model"
 
     def speculation(
         self, tokens: int, options: Mapping[str, Any] = MappingProxyType({})
@@ -147,10 +147,10 @@ def reads_in_pieces(arguments: Mapping[str, Any]) -> bool:
     return any(arguments.get(name) for name in _OF_PIECES)
 
 
-def named_trees(options: Sequence[Mapping[str, Any]], nodes: int) -> Trees:
+def named_trees(options: Sequence[Mapping[str, Any]], nodes: int, *, draft: bool = True) -> Trees:
     """Return trees by names that say what their options are.
 
-    Without a ``node_budget`` a tree has ``nodes``.
+    Without a ``node_budget`` a tree has ``nodes``. Without a ``draft`` it is by look-up alone.
 
     Raises:
         ValueError: if options do not fit, or two trees are the same.
@@ -160,8 +160,9 @@ def named_trees(options: Sequence[Mapping[str, Any]], nodes: int) -> Trees:
         DynTreeOptions.parse(each)
     for each in ({"node_budget": nodes, **given} for given in options):
         size = each["node_budget"]
-        DynTreeOptions.parse(each).resolve(size)
-        name = f"{'static' if is_static(each) else 'dynamic'} tree of {size}"
+        DynTreeOptions.parse(each).resolve(size, draft=draft)
+        kind = "static" if is_static(each) else "dynamic" if draft else "look-up"
+        name = f"{kind} tree of {size}"
         name = ", ".join([name, *_shown_options(each)])
         if name in named:
             raise ValueError(

@@ -75,6 +75,8 @@ bench serve --target folder --draft folder → --target 'folder' is no model
 bench serve --output nowhere/r.json → --output 'nowhere/r.json': there is no folder 'nowhere'
 bench serve --chain -1 → --chain '-1' must be a length, such as 5, or KIND:LENGTH
 bench serve --chain 0 --chain 4 → --chain 0 leaves all chains out: give it alone
+bench serve --chain all --chain 4 → --chain all measures all chains: give it alone
+bench serve --method ngram --draft folder → --draft must not be given: --method ngram measures
 bench serve --chat → --chat: the target's tokenizer must have a chat template, and has none
 bench serve --base-url h --chat → --chat must not be given: --base-url measures a running server
 bench serve --model m → --model must not be given: without a --base-url

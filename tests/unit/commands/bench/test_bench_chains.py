@@ -25,19 +25,47 @@ Asked = tuple[chains.Chains, list[str]]
 MODELS = Models("T", "D")
 
 
-def ask(*temperatures: float, given: Sequence[str] | None = None) -> Asked:
-    return chosen(given, temperatures)
+def ask(*temperatures: float, given: Sequence[str] | None = None, **how: bool) -> Asked:
+    return chosen(given, temperatures, **how)
 
 
-def test_by_default_every_kind_that_can_be_told_apart_is_measured() -> None:
-    found, notes = ask(0.0, 1.0)
-    assert all(found.values())
+def test_all_chains_are_of_every_kind_that_can_be_told_apart() -> None:
+    found, notes = ask(0.0, 1.0, given=["all"])
+    assert found == {name: kind.lengths for name, kind in KINDS.items()}
     assert any("At temperature 0 drawn drafts are the greedy ones" in note for note in notes)
-    assert not [note for note in ask(1.0)[1] if "At temperature 0" in note]
+    assert not [note for note in ask(1.0, given=["all"])[1] if "At temperature 0" in note]
+
+
+def test_a_first_answer_has_a_short_and_a_long_chain_of_what_may_be_best_and_says_so() -> None:
+    found, notes = ask(0.0, 1.0)
+    assert [len(lengths) for lengths in found.values()] == [2, 0, 2, 1]
+    assert all({*lengths} <= {*KINDS[name].lengths, 3} for name, lengths in found.items())
+    assert "A few of vLLM's chains; --chain all measures more kinds and lengths." in notes
+
+
+def test_without_a_draft_there_are_n_gram_chains_alone() -> None:
+    for given in (None, ["all"]):
+        found, notes = ask(0.0, 1.0, given=given, draft=False)
+        assert {name: lengths for name, lengths in found.items() if lengths} == {
+            "n-gram": KINDS["n-gram"].lengths
+        }
+        assert notes == []
+    assert ask(1.0, given=["5", "n-gram:7"], draft=False)[0]["n-gram"] == (5, 7)
+    with pytest.raises(ValueError, match="--chain block:4: it drafts with a model, and with"):
+        ask(1.0, given=["block:4"], draft=False)
+
+
+def test_n_gram_chains_are_left_out_where_a_cpu_may_read_a_part_of_a_prompt() -> None:
+    found, notes = ask(1.0, pieces=True)
+    assert found["n-gram"] == ()
+    assert any(note.startswith("Not measured: n-grams (above temperature 0") for note in notes)
+    assert ask(0.0, pieces=True)[0]["n-gram"]
+    with pytest.raises(ValueError, match="--chain n-gram:4: above temperature 0 the runner"):
+        ask(0.0, 1.0, given=["n-gram:4"], pieces=True)
 
 
 def test_at_temperature_0_alone_no_drawn_chain_is_measured() -> None:
-    found, notes = ask(0.0)
+    found, notes = ask(0.0, given=["all"])
     assert [name for name, lengths in found.items() if lengths] == ["greedy", "n-gram"]
     assert len(notes) == 2
     assert all(note.startswith("Not measured: ") for note in notes)
@@ -56,6 +84,7 @@ def test_the_chains_that_are_given_are_measured_and_no_others() -> None:
         (["probabilistic:4"], "--chain probabilistic:4: at temperature 0"),
         (["block:4"], "--chain block:4: at temperature 0"),
         (["0", "3"], "--chain 0 leaves all chains out: give it alone"),
+        (["3", "all"], "--chain all measures all chains: give it alone"),
         (["-1"], "--chain '-1' must be a length"),
         (["tree:4"], "or KIND:LENGTH with a kind of greedy, probabilistic, block, n-gram"),
         (["block:0"], "--chain 'block:0' must be a length"),
@@ -121,17 +150,16 @@ def test_the_runs_of_a_contest_are_those_that_are_served() -> None:
     assert settings.runs(contest.engines) == 3 * len(served)
 
 
-def test_the_help_and_the_page_count_the_runs_and_starts_of_the_defaults() -> None:
-    """The starts are those on a GPU, which holds one engine."""
-    given = {
-        name: each.default for name, each in inspect.signature(command.serve).parameters.items()
-    }
-    lengths, _ = ask(*arguments.TEMPERATURES)
-    contest = Contest(MODELS, lengths, plan.named_trees(arguments.TREES, arguments.NODES))
+def counted(*given: str, rounds: int, trees: int = 1) -> tuple[Contest, Settings, int]:
+    """Return a contest with these chains on the default loads, and how often engines start on a
+    GPU, which holds one."""
+    lengths, _ = ask(*arguments.TEMPERATURES, given=given or None)
+    of_trees = plan.named_trees([*arguments.TREES, {"budget": "fixed"}][:trees], arguments.NODES)
+    contest = Contest(MODELS, lengths, of_trees)
     cells = ["code"], arguments.TEMPERATURES, arguments.BATCHES
-    settings = Settings(*cells, given["count"], given["max_tokens"], given["rounds"])
-    loads = settings.loads({"code": [Request([1])] * given["count"]})
-    engines = plan.engines(MODELS, list(loads), 9, chains=lengths, trees=contest.trees)
+    settings = Settings(*cells, DEFAULTS["count"], DEFAULTS["max_tokens"], rounds)
+    loads = settings.loads({"code": [Request([1])] * settings.prompts})
+    engines = plan.engines(MODELS, list(loads), 9, chains=lengths, trees=of_trees)
     started: list[str] = []
 
     @contextmanager
@@ -140,15 +168,43 @@ def test_the_help_and_the_page_count_the_runs_and_starts_of_the_defaults() -> No
             started.append(engine.name)
         yield Server([], engine.name)
 
-    for _ in measure(engines, loads, settings.rounds, opened, serves=serves):
+    for _ in measure(engines, loads, rounds, opened, serves=serves):
         pass
+    return contest, settings, len(started)
+
+
+DEFAULTS = {
+    name: each.default for name, each in inspect.signature(command.serve).parameters.items()
+}
+
+
+def test_the_help_and_the_page_count_the_runs_and_starts_of_the_defaults() -> None:
+    contest, settings, starts = counted(rounds=DEFAULTS["rounds"])
     runs, cold, warm = settings.runs(contest.engines), contest.engines(0), contest.engines(1)
+    # Each temperature has half of the runs, each batch size, too.
+    steps = sum(runs // 2 * settings.prompts * settings.max_tokens // b for b in settings.batches)
+    more, of_more, starts_of_more = counted("all", rounds=3)
+    runs_of_more = of_more.runs(more.engines)
+    fewer, of_fewer, _ = counted("5", rounds=1)
     shown = " ".join((inspect.getdoc(command.serve) or "").split())
-    assert f"{runs} runs of {given['count']} prompts with {given['max_tokens']} tokens" in shown
-    assert f"{cold} engines at temperature 0 and {warm} at 1" in shown
-    assert f"engines start {len(started)} times" in shown
     page = " ".join((Path(__file__).parents[4] / "docs" / "options.md").read_text().split())
-    assert f"({cold} at temperature 0 + {warm} at 1, where drafts can also be drawn)" in page
-    assert f"= {runs} runs of {given['count']} prompts" in page
-    assert f"{len(engines)} times if all fit" in page
-    assert f"{len(started)} times on a GPU" in page
+    loads = f"{settings.prompts} prompts with {settings.max_tokens} tokens"
+    for text in (
+        f"{runs} runs of {loads}",
+        f"in each of {settings.rounds} rounds, with 2 batch sizes, "
+        f"{cold} engines at temperature 0 and {warm} at 1",
+        f"{warm}, or {starts} on a GPU",
+        f"{runs_of_more} runs of {more.engines(1)} engines",
+        f"{of_fewer.runs(fewer.engines)} runs of {fewer.engines(1)} engines",
+    ):
+        assert text in shown
+    for text in (
+        f"{settings.rounds} × 1 × 2 × ({cold} at temperature 0 + {warm} at 1",
+        f"= {runs} runs of {loads}",
+        f"{warm} times if all fit into a CPU's memory, {starts} times on a GPU",
+        f"{runs_of_more} runs of {more.engines(1)} engines",
+        f"{starts_of_more} times on a GPU",
+    ):
+        assert text in page
+    for text in (shown, page):
+        assert f"about {round(steps, -3):,} times the target's time per token" in text

@@ -86,6 +86,19 @@ def test_a_block_draft_has_its_length_and_trees_their_nodes(tmp_path: Path) -> N
         Models("T", str(tmp_path), method="dflash").trees(8, {})
 
 
+def test_look_up_alone_is_measured_against_n_gram_chains(asked: Asked) -> None:
+    contest, notes = asked("--method", "ngram", "--chain", "5", "--dyntree", '{"node_budget": 8}')
+    assert (contest.models.target, contest.models.draft) == ("/pair/target", None)
+    assert notes[0] == "The embedded target, bfloat16, and look-up alone."
+    found = plan.engines(contest.models, [CELL], 9, chains=contest.chains, trees=contest.trees)
+    assert [each.name for each in found] == ["no speculation", "n-gram of 5", "look-up tree of 8"]
+    of_chain, of_tree = (each.arguments["speculative_config"] for each in found[1:])
+    assert of_chain.items() > {"method": "ngram", "num_speculative_tokens": 5}.items()
+    assert of_tree == {"method": "ngram", "num_speculative_tokens": 8}
+    assert found[2].arguments["additional_config"] == {"dyntree": {"node_budget": 8}}
+    assert "additional_config" not in found[1].arguments
+
+
 def test_a_target_that_holds_its_head_names_no_draft() -> None:
     models = Models("/t", None, method="mtp")
     found = speculation(models)
@@ -147,6 +160,9 @@ def test_a_grown_target_gets_a_grown_head(asked: Asked, monkeypatch: pytest.Monk
         (("--method", "eagle"), "the embedded target has no EAGLE head"),
         (("--method", "mtp"), "the embedded target has no MTP head"),
         (("--method", "eagle3", "--target", "T"), "--target and --draft go together"),
+        (("--target", "T", "--chain", "n-gram:5"), "--method ngram needs no draft, and measures"),
+        (("--method", "ngram", "--draft", "D"), "--draft must not be given: --method ngram"),
+        (("--method", "ngram", "--dyntree", '{"growth": "chain"}'), "growth"),
         (("--method", "mtp", "--draft", "D"), "--target and --draft go together"),
         (("--base-url", "http://h:1", "--method", "eagle3"), "--method must not be given"),
     ],

@@ -60,7 +60,7 @@ def test_engines_take_the_requests_of_a_set(name: str, verify: requests.Verify) 
         ('{"min_p": 0.1}', "'min_p' must be one of"),
         ('{"repetition_penalty": 0}', "repetition_penalty must be greater than zero, got 0"),
         ('{"repetition_penalty": "1"}', "Expected `float`, got `str` - at `$.repetition_penalty`"),
-        ('{"min_tokens": 200}', "min_tokens must be less than or equal to max_tokens=128"),
+        ('{"min_tokens": 200}', "min_tokens must be less than or equal to max_tokens=64"),
         ('{"stop_token_ids": [5000]}', "Vocabulary size: 1024"),
         ('{"structured_outputs": {"regx": "a"}}', "structured_outputs: 'regx' must be one of json"),
         ('{"structured_outputs": {"regex": "(a"}}', "--sampling {"),
