@@ -39,6 +39,15 @@ def check_new_file(option: str, path: Path | None) -> None:
         raise ValueError(f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"{option} {str(path)!r} cannot be written: permission denied")
+    if not path.exists():
+        # A system of files may be writable by its permissions, and refuse a file.
+        try:
+            path.touch()
+            path.unlink()
+        except OSError as error:
+            raise ValueError(
+                f"{option} {str(path)!r} cannot be written: {error.strerror}"
+            ) from None
 
 
 def check_new_folder(option: str, path: Path | None) -> None:

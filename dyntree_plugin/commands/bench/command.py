@@ -82,7 +82,8 @@ def serve(
     """
     extras = context.obj if isinstance(context.obj, Extras) else Extras()
     console = Console(highlight=False)
-    temperatures, batches = temperatures or arguments.TEMPERATURES, batches or arguments.BATCHES
+    temperatures = list(dict.fromkeys(temperatures or arguments.TEMPERATURES))
+    batches = list(dict.fromkeys(batches or arguments.BATCHES))
     loads = prompt_sets or [prompts.CODE], temperatures, batches
     result: Result | None = None
     try:

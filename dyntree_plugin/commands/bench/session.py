@@ -167,7 +167,8 @@ def of_engines(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(contest.models.target)
-    most = context_of(contest.models.target) - settings.max_tokens - max([0, *contest.budgets]) - 1
+    context = context_of(contest.models.target)
+    most = context - settings.max_tokens - max([0, *contest.budgets]) - 1
     sets, longer = {}, 0
     given = prompts.read_all(
         settings.sets, settings.prompts, tokenizer, settings.seed, chat=settings.chat
@@ -175,6 +176,11 @@ def of_engines(
     for name, read in given.items():
         sets[name], left_out = prompts.tokens(read, tokenizer, most, chat=settings.chat)
         longer += left_out
+        if not sets[name]:
+            raise ValueError(
+                f"--prompts: no prompt of {name!r} has 1 to {most} tokens, which the target's "
+                f"context of {context} leaves beside --max-tokens and the longest chain or tree"
+            )
     loads = settings.loads(sets)
     longest = max(len(each.prompt) for one in sets.values() for each in one) + settings.max_tokens
     engines = plan.engines(

@@ -65,6 +65,9 @@ tune MODELS --prompts ok.jsonl --output out --max-tokens 3000 → leave no room 
 tune MODELS --prompts ok.jsonl --output out --engine-arguments [1] → must be a JSON object
 bench serve --prompts nowhere.jsonl → --prompts 'nowhere.jsonl' must be 'code', 'prose'
 bench serve --prompts empty.jsonl → --prompts 'empty.jsonl' has no lines
+bench serve --prompts long.jsonl --batch 1 → no prompt of 'long' has 1 to 1967 tokens, which
+bench serve --max-tokens 5000 → no prompt of 'held-out code' has 1 to -2969 tokens, which the
+bench serve --output /proc/r.json → --output '/proc/r.json' cannot be written
 bench serve --prompts text.jsonl → --prompts 'text.jsonl', line 1 is not JSON
 bench serve --prompts number.jsonl → --prompts 'number.jsonl', line 1 must be a JSON object
 bench serve --prompts "vllm:'" → cannot be split into flags: No closing quotation
@@ -129,6 +132,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "ok.jsonl": b'{"prompt": "def f(x):"}\n' * 80,
         "empty.jsonl": b"",
         "empty.txt": b"",
+        "long.jsonl": b'{"prompt": "%s"}\n' % (b"x = 1" * 2000),
         "text.jsonl": b"just text\n",
         "number.jsonl": b"5\n",
         "half.jsonl": b'{"prompt": "\\ud800"}\n' * 80,

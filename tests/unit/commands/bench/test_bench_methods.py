@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,22 @@ def test_look_up_alone_is_measured_against_n_gram_chains(asked: Asked) -> None:
     assert of_tree == {"method": "ngram", "num_speculative_tokens": 8}
     assert found[2].arguments["additional_config"] == {"dyntree": {"node_budget": 8}}
     assert "additional_config" not in found[1].arguments
+
+
+@pytest.mark.parametrize("more", [("--look-up", "16"), ("--target-shape", "llama-1b")])
+def test_look_up_alone_is_asked_for_once(more: tuple[str, str]) -> None:
+    ended = ran_benchmark("--method", "ngram", *more)
+    assert ended.exit_code == 2
+    assert "--look-up measures look-up alone: leave out --method ngram" in ended.stderr
+
+
+def test_a_load_that_is_given_twice_is_measured_once(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[int] = []
+    monkeypatch.setattr(command, "_progress", lambda _, runs: nullcontext(shown.append(runs)))
+    asked(*("--batch", "1") * 2, *("--temperature", "0") * 2, "--rounds", "1", "--chain", "0")
+    assert shown == [2]
 
 
 def test_a_target_that_holds_its_head_names_no_draft() -> None:
