@@ -114,9 +114,7 @@ def plain_of_kind(model: Path, kind: str) -> dict[str, Any]:
     """Return arguments of the engine without trees of a target of `KINDS`."""
     found = {
         "model": str(model),
-        # On a CPU vLLM's operator rotates heads of other tokens where a model gives it three axes,
-        "compilation_config": {"custom_ops": ["-rotary_embedding"]},
-        # and that of Mamba-2 keeps no states for a prefix cache.
+        # vLLM's operator of Mamba-2 for CPUs keeps no states for a prefix cache.
         "enable_prefix_caching": False,
     }
     return found | (FLOAT32_DELTA_NET if kind == "qwen3_next" else {})

@@ -182,16 +182,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
         small = SMALL_STATES if cached and kind.startswith("qwen3") else {}
         model = str(make(tmp_path_factory.mktemp("targets") / kind, kind, **small))
         on_cuda_alone = "kv_cache_dtype" in common or common == SPARSE
-        # vLLM's operator for a CPU rotates heads of other tokens where a model gives it three axes.
-        options: dict[str, Any] = {"custom_ops": ["-rotary_embedding"]}
-        common = LIMITS | common | {"model": model, "compilation_config": options}
+        common = LIMITS | common | {"model": model}
         run = CONTINUED if cached else RUNS[kind if kind in RUNS else source]
         without = workload.without_tree() | common | of_plain
         serve_plainly = image_engine.serve if kind in VISION else partial(serve, threads=1)
         trees = _engine(source, model)
         nodes = trees["speculative_config"]["num_speculative_tokens"]
         sizes = [requests * (nodes + 1) for requests in (1, 2, 4)]
-        graphs = options | {"mode": 0, "cudagraph_capture_sizes": sizes}
+        graphs = {"mode": 0, "cudagraph_capture_sizes": sizes}
         trees |= common | {"enforce_eager": False, "compilation_config": graphs}
         runs = dict.fromkeys(("sound", "again")[: 1 if cached or on_cuda_alone else 2], run)
         runs |= {each: replace(run, sabotage=each) for of, each in BROKEN if of == name}

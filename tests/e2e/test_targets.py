@@ -119,12 +119,7 @@ def _shared_caches(model: Path, kind: str) -> Engines:
 
 
 def _recurrent(model: Path, kind: str) -> Engines:
-    # vLLM's operator for a CPU rotates heads of other tokens where a model gives it three axes.
-    common = {
-        "model": str(model),
-        "enable_prefix_caching": False,
-        "compilation_config": {"custom_ops": ["-rotary_embedding"]},
-    }
+    common = {"model": str(model), "enable_prefix_caching": False}
     tight = {"max_num_batched_tokens": 48, "max_num_seqs": 8}
     plain, draft = workload.without_tree() | common, workload.tree(NODES) | common
     look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | common | tight

@@ -28,6 +28,7 @@ class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
     def init_device(self) -> None:
         vllm_cpu_runner.install()
         vllm_cpu_runner.mend_adapters()
+        vllm_cpu_runner.mend_rotary()
         from dyntree_plugin.engine.cpu.runner import make_runner
 
         # The stock method names the runner's class in its body.
@@ -58,6 +59,7 @@ class PlainCPUWorker(CPUWorker):
     def init_device(self) -> None:
         vllm_cpu_runner.install()
         vllm_cpu_runner.mend_adapters()
+        vllm_cpu_runner.mend_rotary()
         super().init_device()  # type: ignore[no-untyped-call]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

@@ -15,9 +15,10 @@ from emulated.device import emulate, idle
 
 emulate()
 
-from vllm_cpu_runner import install  # noqa: E402
+from vllm_cpu_runner import install, mend_rotary  # noqa: E402
 
 install()
+mend_rotary()
 
 from vllm.config import CUDAGraphMode, VllmConfig  # noqa: E402
 from vllm.distributed.parallel_state import GroupCoordinator  # noqa: E402
