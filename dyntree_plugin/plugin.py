@@ -78,6 +78,8 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     vllm_config.parallel_config.worker_cls = workers[device_type]
     if device_type == "cuda":
         _choose_attention(vllm_config, masks=masks)
+    else:
+        _choose_latent_on_cpu(vllm_config)
     _log(vllm_config, plan, device_type)
     if device_type == "cpu":
         _prefer_intels_openmp()
@@ -113,6 +115,23 @@ def _choose_attention(vllm_config: VllmConfig, *, masks: bool = False) -> None:
             (serving, *_) = SPARSE_CUDA_BACKENDS if index_topk(model) else LATENT_CUDA_BACKENDS
         attention.backend = AttentionBackendEnum[serving]
         configuration.mark_as_chosen(cast("SpeculativeConfig", vllm_config.speculative_config))
+
+
+def _choose_latent_on_cpu(vllm_config: VllmConfig) -> None:
+    """Name the backend of latent attention that carries trees, unless the user has named one.
+
+    With AMX vLLM prefers AMX_MLA, whose products and caches were not run with trees.
+    """
+    import torch
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from dyntree_plugin.engine import configuration
+
+    attention = vllm_config.attention_config
+    if attention.backend is None and vllm_config.model_config.use_mla:
+        attention.backend = AttentionBackendEnum.CPU_MLA
+        if torch.cpu._is_amx_tile_supported():
+            configuration.log_in_place_of("CPU_MLA", "AMX_MLA")
 
 
 def _log_exactness(speculation: SpeculativeConfig, plan: TreePlan) -> None:

@@ -18,8 +18,9 @@ _COMMON: dict[str, Any] = {
     "num_hidden_layers": 3,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
+    # On a CPU with AMX, vLLM multiplies by weights in blocks of 32 inputs and 32 outputs.
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
     "first_k_dense_replace": 1,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
@@ -38,12 +39,16 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.2,
     "tie_word_embeddings": False,
 }
-_SPARSE: dict[str, Any] = {
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "q_lora_rank": _QUERY_RANK,
+_NOAUX: dict[str, Any] = {
     "n_group": 2,
     "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",  # vLLM's router has a softmax without it
+    "q_lora_rank": _QUERY_RANK,
+}
+_SPARSE: dict[str, Any] = {
+    **_NOAUX,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "index_topk": 8,
     "index_n_heads": 2,
     "index_head_dim": 128,
@@ -57,12 +62,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_group": 1,
     },
     "deepseek_v3": {
+        **_NOAUX,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
-        "q_lora_rank": _QUERY_RANK,
-        "n_group": 2,
-        "topk_method": "noaux_tc",
         "num_nextn_predict_layers": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     "deepseek_v32": _SPARSE,
     "glm_moe_dsa": _SPARSE

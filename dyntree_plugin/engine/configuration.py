@@ -255,6 +255,17 @@ def chosen_backend(vllm_config: VllmConfig) -> AttentionBackendEnum | None:
     return vllm_config.attention_config.backend
 
 
+def log_in_place_of(chosen: str, preferred: str) -> None:
+    """Log which attention backend dyntree has chosen in place of which one."""
+    from vllm.logger import init_logger
+
+    # vLLM shows only what is logged below the name of its package.
+    init_logger("vllm.dyntree").info_once(
+        "Attention runs on %s, which carries trees, in place of %s, which vLLM would choose.",
+        *(chosen, preferred),
+    )
+
+
 def scratch_slots(speculative_config: Any) -> int:
     """Return the KV slots that drafting needs; 0 for an engine without trees or a draft model."""
     plan = plan_in_force(speculative_config)

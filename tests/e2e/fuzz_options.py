@@ -13,7 +13,7 @@ from typing import Any
 import workload
 from fuzz_cases import MAX_MODEL_LEN
 from latent_targets import latent_target
-from random_engines import FLOAT32_DELTA_NET
+from random_engines import FLOAT32_DELTA_NET, LATENT_ON_CPU
 from random_targets import RECURRENT, WINDOWED, random_target
 
 
@@ -117,7 +117,8 @@ def plain_of_kind(model: Path, kind: str) -> dict[str, Any]:
         # vLLM's operator of Mamba-2 for CPUs keeps no states for a prefix cache.
         "enable_prefix_caching": False,
     }
-    return found | (FLOAT32_DELTA_NET if kind == "qwen3_next" else {})
+    of_kind = {"qwen3_next": FLOAT32_DELTA_NET, "deepseek_v2": LATENT_ON_CPU}
+    return found | of_kind.get(kind, {})
 
 
 def options_of_kind(number: int, model: Path, kind: str) -> Options:

@@ -23,6 +23,7 @@ from random_engines import (
     ABORTED,
     CONTINUED,
     FLOAT32_DELTA_NET,
+    LATENT_ON_CPU,
     LONG,
     LONG_ABORTED,
     NODES,
@@ -193,7 +194,7 @@ def _recurrent_in_fp8(model: Path, kind: str) -> Engines:
 def _latent(model: Path, kind: str) -> Engines:
     """The draft is the target itself. "dense" reads no latent cache."""
     of, names = {"model": str(model)}, [*workload.sabotage.NAMES[:3], "without_rope_part"]
-    plain = workload.without_tree() | of
+    plain = workload.without_tree() | of | LATENT_ON_CPU
     draft = workload.tree(NODES, lookup="off") | of
     draft["speculative_config"] = draft["speculative_config"] | of
     look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | of

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 from dyntree_plugin import openmp, plugin
 from dyntree_plugin.admission import reasons
+from dyntree_plugin.engine import configuration
 from dyntree_plugin.engine.configuration import WORKERS, plan_in_force, tree_plan
 
 STOCK = """
@@ -242,3 +244,43 @@ def test_on_cuda_vllm_chooses_attention_where_all_that_it_chooses_carries_trees(
     # vLLM makes such a copy for a draft whose attention backend is named.
     of_draft = replace(config.attention_config, backend=AttentionBackendEnum.TRITON_MLA)
     assert of_draft.backend is AttentionBackendEnum.TRITON_MLA
+
+
+@pytest.mark.parametrize(
+    ("latent", "named", "found", "in_place_of"),
+    [
+        (False, None, None, []),
+        (True, None, "CPU_MLA", [("CPU_MLA", "AMX_MLA")]),
+        (True, "CPU_MLA", "CPU_MLA", []),
+        (True, "AMX_MLA", "AMX_MLA", []),  # refused by name when the model is made
+    ],
+)
+@pytest.mark.parametrize("amx", [True, False])
+def test_on_a_cpu_latent_attention_runs_where_trees_do(
+    latent: bool,
+    named: str | None,
+    found: str | None,
+    in_place_of: list[tuple[str, str]],
+    amx: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With AMX the log names the backend that vLLM takes where none is named."""
+    from vllm.config import AttentionConfig
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    lines: list[tuple[str, str]] = []
+    monkeypatch.setattr(configuration, "log_in_place_of", lambda *names: lines.append(names))
+    asked: Any = SimpleNamespace(use_sparse=False, use_mla=True)
+    backend = AttentionBackendEnum[named] if named else None
+    stock = CpuPlatform.get_attn_backend_cls(cast(Any, None), asked)
+    assert stock == AttentionBackendEnum["AMX_MLA" if amx else "CPU_MLA"].get_path()
+    config: Any = SimpleNamespace(
+        attention_config=AttentionConfig(backend=backend),
+        model_config=SimpleNamespace(use_mla=latent),
+    )
+    plugin._choose_latent_on_cpu(config)
+    chosen = config.attention_config.backend
+    assert chosen is (AttentionBackendEnum[found] if found else None)
+    assert lines == (in_place_of if amx else [])

@@ -23,7 +23,11 @@ from dyntree_plugin.engine.attention.kernels import (
     TritonTrees,
     XqaTrees,
 )
-from dyntree_plugin.engine.configuration import asked_attention, chosen_backend
+from dyntree_plugin.engine.configuration import (
+    asked_attention,
+    chosen_backend,
+    log_in_place_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -59,11 +63,7 @@ def log_backend(vllm_config: VllmConfig) -> None:
         valid, _ = platform.get_valid_backends(platform.get_device_capability(), wanted)
     first = min(valid, key=lambda each: each.priority, default=None)
     if first is not None and first.backend is not chosen:
-        logger.info_once(
-            "Attention runs on %s, which carries trees, in place of %s, which vLLM would choose.",
-            chosen.name,
-            first.backend.name,
-        )
+        log_in_place_of(chosen.name, first.backend.name)
 
 
 def choose_kernel(

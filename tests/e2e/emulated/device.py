@@ -167,6 +167,8 @@ def emulate() -> None:
         name="NVIDIA H200", major=9, minor=0, multi_processor_count=PROCESSORS
     )
     torch.Tensor.to = to  # type: ignore[assignment, method-assign]
+    cpu: Any = torch.cpu
+    cpu._is_amx_tile_supported = lambda: False  # vLLM would choose AMX_MLA for latent attention
     platform: Any = type(current_platform)
     platform.graph_pool_handle = classmethod(lambda cls: (0, 1))
     platform.get_valid_backends = classmethod(lambda cls, capability, wanted: ([], {}))

@@ -54,7 +54,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
         major: int, named: str | None = None, latent: bool = True, selected: int | None = None
     ) -> Any:
         lines = mock.Mock()
-        monkeypatch.setattr(choice.logger, "info_once", lines)
+        monkeypatch.setattr(choice, "log_in_place_of", lines)
         capability = classmethod(lambda cls: DeviceCapability(major, 0))
         monkeypatch.setattr(cuda.CudaPlatformBase, "get_device_capability", capability)
         config: Any = SimpleNamespace(
@@ -81,7 +81,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
         made.vllm_config = config
         with mock.patch.object(Worker, "load_model"):
             made.load_model()
-        return [call.args[1:] for call in lines.call_args_list]
+        return [call.args for call in lines.call_args_list]
 
     return loaded
 
