@@ -55,6 +55,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
         "conv_dim": 128,
         "block_dim": 128,
+        "tie_word_embeddings": True,  # vLLM ties them whatever the configuration says
     },
     "qwen3_next": {
         "num_hidden_layers": 4,

@@ -92,7 +92,8 @@ _TEXTS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": _EXPERTS | {"norm_topk_prob": True},
     "qwen3_5": _DELTA_NET,
     "qwen3_5_moe": _DELTA_NET | _EXPERTS | {"shared_expert_intermediate_size": 32},
-    "glm_ocr": {"num_nextn_predict_layers": 1},
+    # vLLM gives the tower's merger this size, and transformers the tower's outputs by 3 channels.
+    "glm_ocr": {"num_nextn_predict_layers": 1, "intermediate_size": 3 * _TEXT["hidden_size"]},
 }
 _TEXTS["intern_s2_preview"] = _TEXTS["qwen3_5_moe"]
 """What the text's configuration has besides."""
@@ -115,7 +116,7 @@ class Videos(BaseVideoProcessor):
             (videos,), (video_metadata,) = videos, video_metadata
         frames = [torch.as_tensor(video) for video in videos]
         grids = [(len(each) // 2, each.shape[1] // 14, each.shape[2] // 14) for each in frames]
-        patches = torch.cat([each.reshape(-1, 3 * 2 * 14 * 14) for each in frames]) / 255
+        patches = torch.cat([each.reshape(-1, 3 * 2 * 14 * 14) for each in frames])
         grids = torch.tensor(grids)
         found = {"pixel_values_videos": patches, "video_grid_thw": grids}
         return BatchFeature(found | {"video_metadata": video_metadata})
@@ -185,6 +186,9 @@ def _write_processors(folder: Path, of_images: str, processor: str | None) -> No
         "merge_size": MERGE,
         "temporal_patch_size": 2,
         "size": {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": 16 * (PATCH * MERGE) ** 2},
+        # vLLM's towers normalise pixels, by this file alone.
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_std": [0.2, 0.3, 0.4],
     }
     videos = {"auto_map": {"AutoVideoProcessor": "videos.Videos"}, "size": images["size"]}
     (folder / "preprocessor_config.json").write_text(json.dumps(images))

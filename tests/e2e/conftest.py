@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import workload
 from comparison import Outputs, by_request, explain, mismatches
 from engine_process import Result, Run, serve
+from references import serve_right
 from serving import server as serving_server
 
 Served = Callable[[str], Mapping[str, Result]]
@@ -50,7 +52,8 @@ def served(plain_run: Run) -> Iterator[Served]:
         def results(engine: str) -> Mapping[str, Result]:
             if engine not in found:  # One that fails is not started again, either.
                 threads = workload.THREADS.get(engine, 1)
-                found[engine] = pool.submit(serve, *jobs[engine], threads=threads)
+                run = serve_right if engine == PLAIN else partial(serve, threads=threads)
+                found[engine] = pool.submit(run, *jobs[engine])
             return found[engine].result()
 
         yield results

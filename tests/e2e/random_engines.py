@@ -14,6 +14,7 @@ from engine_process import Output, Request, Result, Run, serve
 from features import PROMPTS, SEEDS, adapters_in_turn, long
 from margins import MARGINS, Scores, Verdict, places, scores_of, scoring, verdict
 from ranks import serve_on_ranks
+from references import serve_right
 from stages import serve_in_stages
 
 FEW = {"allowed_token_ids": [300, 301, 302]}
@@ -108,6 +109,9 @@ class Target:
                 self.results[engine] = {name: each.result for name, each in ranked.items()}
             elif engine.endswith("two stages"):
                 self.results[engine] = serve_in_stages(arguments, runs)
+            elif engine == "plain":
+                quantised = "unquantised" in self.engines
+                self.results[engine] = serve_right(arguments, runs, of_transformers=not quantised)
             else:
                 own = self.variables.get(engine, {})
                 self.results[engine] = serve(arguments, runs, threads=1, **own)

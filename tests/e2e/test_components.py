@@ -18,6 +18,7 @@ from engine_process import Request, Result, Run
 from features import PROMPTS, SEEDS
 from image_engine import serve
 from random_engines import FLOAT32_DELTA_NET
+from references import serve_right
 from vision_targets import GLM_IMAGE, GLM_VIDEO, IMAGE, VIDEO, head_of, vision_target
 
 pytestmark = pytest.mark.e2e
@@ -139,9 +140,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         changes = SMALL_STATES if cached else {}
         return vision_target(folder / f"{_CACHED * cached}{kind}" / "target", kind, **changes)
 
-    return cache(
-        lambda kind, name: serve(*_engine(name, target(kind, name.startswith(_CACHED)), kind))
-    )
+    def of_kind(kind: str, name: str) -> Mapping[str, Result]:
+        engine, runs = _engine(name, target(kind, name.startswith(_CACHED)), kind)
+        right = name.endswith("plain")
+        return serve_right(engine, runs, serve) if right else serve(engine, runs)
+
+    return cache(of_kind)
 
 
 @pytest.mark.parametrize(

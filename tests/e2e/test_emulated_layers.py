@@ -24,8 +24,9 @@ from emulated_engine import Emulated, serve_emulated
 from engine_process import Request, Result, Run, serve
 from latent_targets import CONFIGS as LATENT
 from latent_targets import latent_head, latent_target
-from random_engines import FEW, FLOAT32_DELTA_NET, REQUESTS
+from random_engines import FEW, FLOAT32_DELTA_NET, LATENT_ON_CPU, REQUESTS
 from random_targets import gemma4_assistant, random_target
+from references import serve_right
 from slow import marked
 from vision_targets import CONFIGS as VISION
 from vision_targets import vision_target
@@ -59,10 +60,10 @@ SPARSE = {"block_size": 64, "tokenizer_mode": "hf"}
 """What vLLM for CPUs has no attention for; that of CUDA takes blocks of 64 tokens."""
 OF_TEXT = {"language_model_only": True}
 TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "deepseek_v2": ("draft", {"block_size": 16}, {}),
-    "deepseek_v2 with a head": ("EAGLE-3", {"block_size": 16}, {}),
+    "deepseek_v2": ("draft", {"block_size": 16}, LATENT_ON_CPU),
+    "deepseek_v2 with a head": ("EAGLE-3", {"block_size": 16}, LATENT_ON_CPU),
     "deepseek_v2 in FP8": ("draft", {"block_size": 16} | FP8, {}),
-    "deepseek_v3": ("module", {"block_size": 16}, {}),
+    "deepseek_v3": ("module", {"block_size": 16}, LATENT_ON_CPU),
     "deepseek_v32": ("wide look-up", SPARSE, {}),
     "glm_moe_dsa": ("look-up", SPARSE, {}),
     "nemotron_h": ("look-up", WITHOUT_CACHE, {}),
@@ -185,7 +186,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
         common = LIMITS | common | {"model": model}
         run = CONTINUED if cached else RUNS[kind if kind in RUNS else source]
         without = workload.without_tree() | common | of_plain
-        serve_plainly = image_engine.serve if kind in VISION else partial(serve, threads=1)
+        of_engine = image_engine.serve if kind in VISION else partial(serve, threads=1)
         trees = _engine(source, model)
         nodes = trees["speculative_config"]["num_speculative_tokens"]
         sizes = [requests * (nodes + 1) for requests in (1, 2, 4)]
@@ -200,7 +201,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
             ]
             emulated = serve_emulated(trees, runs | {"plain": Run(nobody)})
             return Served(run, emulated["plain"].result, emulated)
-        return Served(run, serve_plainly(without, {"": run})[""], serve_emulated(trees, runs))
+        return Served(
+            run, serve_right(without, {"": run}, of_engine)[""], serve_emulated(trees, runs)
+        )
 
     return of_kind
 

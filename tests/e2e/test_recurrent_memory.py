@@ -14,6 +14,7 @@ from engine_process import Request, Result, Run, serve
 from features import PROMPTS, SEEDS, limited
 from random_engines import FEW, FLOAT32_DELTA_NET, NODES
 from random_targets import random_target
+from references import serve_right
 from state_blocks import Blocks, serve_noting
 
 pytestmark = pytest.mark.e2e
@@ -59,7 +60,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     """Outputs without trees, and the runs of an engine with trees that has few blocks."""
     model = str(random_target(tmp_path_factory.mktemp("targets") / "target", "nemotron_h"))
     every = Run([*REQUESTS, *STOPPED, *RUNS["limited"].requests])
-    plain = serve(workload.without_tree() | _common(model), {"all": every}, threads=1)
+    plain = serve_right(workload.without_tree() | _common(model), {"all": every})
     return by_request(every, plain["all"]), serve_noting(_with_trees(model) | TIGHT, RUNS)
 
 
@@ -93,7 +94,7 @@ def test_all_requests_were_aborted_within_their_answers(served: Served) -> None:
 def test_states_of_gated_delta_net_are_preempted(tmp_path: Path) -> None:
     model = str(random_target(tmp_path / "target", "qwen3_next"))
     run = {"all": Run([_request(number, max_tokens=400) for number in range(12)])}
-    plain = serve(workload.without_tree() | _common(model) | FLOAT32_DELTA_NET, run, 1)["all"]
+    plain = serve_right(workload.without_tree() | _common(model) | FLOAT32_DELTA_NET, run)["all"]
     result = serve(_with_trees(model) | {"num_gpu_blocks_override": 30}, run, threads=1)["all"]
     found = mismatches(run["all"], result, by_request(run["all"], plain))
     assert not found, explain(found)

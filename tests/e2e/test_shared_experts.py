@@ -14,8 +14,9 @@ from engine_process import Request, Result, Run, serve
 from features import PROMPTS
 from heads import random_head, target_config
 from latent_targets import latent_head, latent_target
-from random_engines import ABORTED, FEW, FLOAT32_DELTA_NET, NODES, RUN
+from random_engines import ABORTED, FEW, FLOAT32_DELTA_NET, LATENT_ON_CPU, NODES, RUN
 from random_targets import random_target
+from references import serve_right
 from shared_experts import ASKED, serve_together
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -65,7 +66,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 @pytest.fixture(scope="module")
 def plain(engines: dict[str, dict[str, Any]]) -> Outputs:
-    return by_request(RUN, serve(engines["plain"], {"sound": RUN}, threads=1)["sound"])
+    return by_request(RUN, serve_right(engines["plain"], {"sound": RUN})["sound"])
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +116,9 @@ def test_ranks_of_other_targets_answer_as_one_without_trees(kind: str, tmp_path:
     """Windows and sinks, recurrent layers, and latent attention with a head."""
     make = latent_target if kind == "deepseek_v2" else random_target
     model = make(tmp_path / kind, kind)
-    of, extension = {"model": str(model)}, FLOAT32_DELTA_NET if kind == "qwen3_next" else {}
-    plain = serve(workload.without_tree() | of | extension, {"sound": RUN}, threads=1)["sound"]
+    own = {"qwen3_next": FLOAT32_DELTA_NET, "deepseek_v2": LATENT_ON_CPU}.get(kind, {})
+    of = {"model": str(model)}
+    plain = serve_right(workload.without_tree() | of | own, {"sound": RUN})["sound"]
     wanted = by_request(RUN, plain)
     trees = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | of
     if kind == "deepseek_v2":
