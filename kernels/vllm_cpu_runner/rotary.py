@@ -27,9 +27,9 @@ def mend_rotary() -> None:
     def forward_cpu(
         self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        query_shape, key_shape = query.shape, None if key is None else key.shape
-        query, key = stock(self, positions, _flat(query), None if key is None else _flat(key))
-        return query.view(query_shape), None if key is None else key.view(key_shape)
+        of_key = None if key is None else _flat(key)
+        queries, keys = stock(self, positions, _flat(query), of_key)
+        return queries.view(query.shape), None if key is None else keys.view(key.shape)
 
     module.forward_cpu = forward_cpu
 
