@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -29,20 +30,19 @@ def command_line_checks(arguments: Sequence[str]) -> tuple[list[Check], VllmConf
     """Return the refusals as checks, or the checks of an admitted engine and its configuration."""
     try:
         with reasons.not_logged():
-            config = configuration(arguments)
+            parsed = parse(arguments)
+            config = configuration(parsed)
     except reasons.MISTAKES as error:
         return [Check(_NAME, "fail", reason) for reason in reasons.of(error)], None
-    return list(_admitted(config)), config
+    return list(_admitted(config, parsed)), config
 
 
-def configuration(arguments: Sequence[str]) -> VllmConfig:
-    """Build the configuration that `vllm serve` builds from these arguments.
+def parse(arguments: Sequence[str]) -> Namespace:
+    """Read arguments as `vllm serve` does; those that were not given have vLLM's defaults.
 
     Raises:
-        ValueError: if vLLM or dyntree refuses them.
-        OSError: if there is no such model.
+        ValueError: if vLLM or dyntree refuses one.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.plugins import load_general_plugins
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -59,6 +59,18 @@ def configuration(arguments: Sequence[str]) -> VllmConfig:
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
     command.validate(parsed)
+    return parsed
+
+
+def configuration(parsed: Namespace) -> VllmConfig:
+    """Build the configuration that `vllm serve` builds from these arguments.
+
+    Raises:
+        ValueError: if vLLM or dyntree refuses them.
+        OSError: if there is no such model.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
     config: VllmConfig = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
     return config
 
@@ -105,7 +117,7 @@ def _block_size(config: VllmConfig) -> int:
     return cache.block_size if cache.user_specified_block_size else 16
 
 
-def _admitted(config: VllmConfig) -> Iterator[Check]:
+def _admitted(config: VllmConfig, parsed: Namespace) -> Iterator[Check]:
     speculation = config.speculative_config
     plan = plan_in_force(speculation)
     if plan is None or speculation is None:
@@ -114,7 +126,9 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
         return
     in_force = ", ".join(f"{name}={value}" for name, value in plan.in_force().items())
     advice = check.token_budget_advice(config) or ""
-    yield Check(_NAME, "warn" if advice else "ok", f"admitted: {in_force}", advice)
+    given = parsed.max_num_seqs, parsed.max_num_batched_tokens
+    warned = advice and given != (None, None)  # vLLM's defaults are nothing to warn of.
+    yield Check(_NAME, "warn" if warned else "ok", f"admitted: {in_force}", advice)
     further = further_drafts(speculation)
     yield from _vocabularies(config, further)
     for reason, chain_advice in default_chain_reasons(config.model_config, plan.shape):
@@ -137,9 +151,9 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
         # Drafts and quantised caches run on Triton on every GPU.
         kernel = asked if name == "target" and not _quantised(config) else "triton"
         yield from _model_checks(name, model, rows, kernel, table, _block_size(config))
-    cache = config.cache_config
-    if device_type() == "cpu" and cache.kv_cache_memory_bytes is None:
-        yield memory(cache.gpu_memory_utilization)
+    if device_type() == "cpu":
+        cache = config.cache_config
+        yield memory(cache.gpu_memory_utilization, cache.kv_cache_memory_bytes)
 
 
 def _vocabularies(config: VllmConfig, further: Sequence[SpeculativeConfig]) -> Iterator[Check]:

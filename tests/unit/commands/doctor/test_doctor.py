@@ -9,9 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
+from vllm.utils import cpu_resource_utils
+from vllm.utils.cpu_resource_utils import MemoryNodeInfo
 
 from dyntree_kernels import dispatch
 from dyntree_plugin import openmp
@@ -117,15 +118,39 @@ def test_the_openmp_of_the_engines_is_told(
     assert told in found.found + found.advice
 
 
-def test_too_little_free_memory_fails_with_a_share_that_fits(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let 8 of the node's 16 GiB be free, whatever the whole machine has."""
+    node = MemoryNodeInfo(total_memory=16 << 30, available_memory=8 << 30)
+    monkeypatch.setattr(cpu_resource_utils, "get_memory_node_info", lambda _: node)
+
+
+@pytest.mark.usefixtures("free")
+@pytest.mark.parametrize(
+    ("asked", "status", "advice"),
+    [
+        ((0.4,), "ok", ""),
+        ((0.48,), "warn", "vLLM asks for 48% of it and might not start: give --gpu-memory-ut"),
+        ((0.92,), "fail", "vLLM asks for 92% of it and would not start: give --gpu-memory-utiliza"),
+        ((0.92,), "fail", "--gpu-memory-utilization 0.43, which here means the CPU's memory, or f"),
+        ((0.92, 6 << 30), "ok", ""),
+        ((0.1, 9 << 30), "fail", "9.0 GiB for the KV cache and would not start: give --kv-cache-"),
+        ((0.1, 9 << 30), "fail", "VLLM_CPU_KVCACHE_SPACE, 7.0 GiB less the weights at most, or f"),
+    ],
+)
+def test_memory_fails_where_vllm_would_with_the_value_that_fits(
+    asked: tuple[float, int], status: str, advice: str
 ) -> None:
-    half = SimpleNamespace(available=8 << 30, total=16 << 30)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: half)
-    assert checks.memory(0.4).status == "ok"
-    found = checks.memory(0.92)
-    assert found.status == "fail"
-    assert found.advice.endswith("at most 0.45")
+    found = checks.memory(*asked)
+    assert (found.status, found.found) == (status, "8.0 of 16.0 GiB free")
+    assert advice in found.advice
+
+
+@pytest.mark.usefixtures("free")
+def test_vllms_default_share_is_no_failure_of_the_machine() -> None:
+    found = doctor._default_memory()
+    assert found.status == "ok"
+    assert "--gpu-memory-utilization 0.43" in found.advice
 
 
 @pytest.fixture

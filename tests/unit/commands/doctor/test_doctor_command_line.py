@@ -55,6 +55,7 @@ def test_a_command_line_that_is_served_is_admitted_without_weights(line: Line) -
         "KV layout, target",
         "attention, draft",
         "KV layout, draft",
+        "memory",
     ]
     assert "2 heads, 1 of them with KV, of size 32 in float32" in found[1].found
 
@@ -91,6 +92,12 @@ def test_a_step_that_cuts_trees_short_is_warned_of(line: Line) -> None:
     found = checked(line("--max-num-seqs", "32", "--max-num-batched-tokens", "256"))[0]
     assert found.status == "warn"
     assert "cuts trees short" in found.advice
+
+
+def test_defaults_of_vllm_are_not_warned_of(line: Line) -> None:
+    found = checked(line())[0]
+    assert found.status == "ok"
+    assert "holds 113 whole trees" in found.advice
 
 
 def test_the_command_takes_the_servers_arguments_behind_two_dashes(
