@@ -17,13 +17,14 @@ def has_options(additional_config: object) -> bool:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Read the value of ``--dyntree``.
+    """Read the value of ``--dyntree``; an empty one asks for every default.
 
     Raises:
         argparse.ArgumentTypeError: if it is not a JSON object of valid options.
     """
     try:
-        value = from_json(text)
+        # vLLM hands on an empty `dyntree:` of a --config file as None.
+        value = {} if text in ("None", "") else from_json(text)
     except ValueError as error:
         example = "an example is '{\"node_budget\": 16}'"
         raise argparse.ArgumentTypeError(f"{error}; {example}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,14 @@ def test_options_given_in_several_ways_merge_in_any_order(
     assert parse(*line).additional_config == merged
     if "other" not in merged and "more" not in merged:
         assert parse(*[word for p in reversed(pairs) for word in p]).additional_config == merged
+
+
+@pytest.mark.parametrize("given", ["dyntree:", "dyntree: {}", "dyntree: ''"])
+def test_an_empty_key_of_a_configuration_file_asks_for_every_default(
+    parse: Callable[..., Any], tmp_path: Path, given: str
+) -> None:
+    (tmp_path / "serve.yaml").write_text(f"{given}\nmax-num-seqs: 2\n")
+    assert parse("--config", str(tmp_path / "serve.yaml")).additional_config == {"dyntree": {}}
 
 
 @pytest.mark.parametrize(
