@@ -38,6 +38,7 @@ def register() -> None:
     if versions.version_refusal() is None:
         patches.refuse_before_vllm()
         patches.select_v2_runner()
+        patches.admit_numba()
         patches.reserve_scratch_slots()
         patches.widen_compile_range()
         patches.admit_sampling_parameters()

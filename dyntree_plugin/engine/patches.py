@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -183,6 +184,30 @@ def select_v2_runner() -> None:
 
     _replace(VllmConfig, "use_v2_model_runner", choosing_v2)
     _replace(VllmConfig, "_validate_v2_model_runner", without_triton)
+
+
+def admit_numba() -> None:
+    """Let workers on a CPU start where numba is imported:
+    ``Platform.register_triton_kernel_overrides``.
+
+    Why: it looks into every module, and fails on llvmlite's, which a program or a package may have
+    imported before (docs/upstream.md). Remove when it skips what it cannot read.
+    """
+    from vllm.platforms import current_platform
+
+    def hiding_llvmlite(stock: Any) -> Any:
+        @functools.wraps(stock.__func__)
+        def register_triton_kernel_overrides(cls: Any) -> None:
+            if "llvmlite.binding.ffi" in sys.modules:
+                from vllm_cpu_runner import hide_llvmlite_from_kernel_scan
+
+                hide_llvmlite_from_kernel_scan()
+            stock.__func__(cls)
+
+        return classmethod(register_triton_kernel_overrides)
+
+    if current_platform.is_cpu():
+        _replace(type(current_platform), "register_triton_kernel_overrides", hiding_llvmlite)
 
 
 def reserve_scratch_slots() -> None:

@@ -138,6 +138,25 @@ def test_vllm_can_register_kernels_after_numba_is_imported(
     dispatcher.register_kernels({})
 
 
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_worker_starts_where_a_program_has_imported_numba_if_the_plugin_is_loaded(
+    registered: bool,
+) -> None:
+    program = f"""
+import numba
+from vllm.platforms import current_platform
+if {registered}:
+    from dyntree_plugin import plugin
+    plugin.register()
+current_platform.register_triton_kernel_overrides()
+"""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode == 0) == registered, done.stderr
+    assert ("no attribute 'get'" in done.stderr) != registered
+
+
 @pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2,
     reason="needs two cores: with one, no thread count is overwritten",
