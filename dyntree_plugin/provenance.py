@@ -31,26 +31,31 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
     import torch
 
     words = [*_program(), *sys.argv[1:]] if command is None else list(command)
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "command": shlex.join(hidden_words(words)),
         "commit": _output("git", "rev-parse", "HEAD") or os.environ.get("DYNTREE_COMMIT"),
         "uncommitted": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "packages": versions,
-        "cpu": _cpu(),
+        "packages": packages(),
+        "cpu": cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0],
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
     }
+
+
+def packages() -> dict[str, str]:
+    """Return the versions of those `PACKAGES` that are installed."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
 def _program() -> list[str]:
@@ -61,7 +66,8 @@ def _program() -> list[str]:
     return ["python", "-m", module.name.removesuffix(".__main__")]
 
 
-def _cpu() -> str:
+def cpu() -> str:
+    """Return the name of the CPU."""
     listed = Path("/proc/cpuinfo")
     if listed.exists():
         for line in listed.read_text().splitlines():

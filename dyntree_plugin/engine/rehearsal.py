@@ -7,6 +7,7 @@ batch holds, and not on how much.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,10 +45,13 @@ def rehearse(worker: Any) -> None:
     if (together := rehearsal.most(2)) == 0:
         logger.info_once("No room to rehearse steps: the first requests compile kernels.")
         return
+    began = time.monotonic()
+    logger.info_once("Rehearsing steps; the first start of a version compiles kernels for them.")
     for first in range(0, len(params), together):
         rehearsal.serve(params[first : first + together])
     if (zeroer := worker.model_runner.kv_block_zeroer) is not None:
         zeroer.zero_block_ids([0])  # Padding was written into it.
+    logger.info_once("It took %.1f s to rehearse steps.", time.monotonic() - began)
 
 
 class _Rehearsal:

@@ -5,7 +5,6 @@ The hooks that a pipeline's earlier stages have, too, are in `stage`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +23,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
 from dyntree_plugin.admission.request_limits import wrap_seeds
-from dyntree_plugin.engine.agreement import agreement_of
-from dyntree_plugin.engine.budget.step_costs import measure
+from dyntree_plugin.engine.budget.kept_costs import costs_at_start
 from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.configuration import uses_adaptive_budget
 from dyntree_plugin.engine.drafts.base import TreeProposals
@@ -221,19 +219,14 @@ class TreeRunnerMixin(TreeStage):
         super().shutdown()
 
     def measure_costs(self) -> None:
-        """Measure what steps cost, before the first request."""
-        began = time.monotonic()
-        agree = agreement_of(self.vllm_config)
+        """Find out what steps cost, before the first request."""
+        adaptive = uses_adaptive_budget(self.vllm_config)
         with self.measured_adapters():
-            adaptive = uses_adaptive_budget(self.vllm_config)
-            # Rows of latent attention are bound by arithmetic, which grows with the context.
-            latent = adaptive and self.model_config.use_mla
-            costs = measure(self, agree, closely=adaptive, by_context=latent)
+            costs = costs_at_start(self, self.vllm_config, adaptive)
         self._plain_steps = PlainSteps(costs)
         if adaptive:
             measured = costs.rows, costs.with_head, costs.most_rows, costs.of_position
             self.take_row_cost(RowCost(*measured))
-        logger.info_once("It took %.1f s to measure what steps cost.", time.monotonic() - began)
         self._record = self._new_record()
 
     def forget_rehearsal(self) -> None:

@@ -8,6 +8,8 @@ from itertools import chain
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
+from vllm.config import CompilationMode
 from vllm.logger import init_logger
 
 from dyntree_plugin.admission import reasons
@@ -48,6 +50,17 @@ class TreeWorkerMixin:
                 made.enter_context(kind.making())
             made.enter_context(checked(self.vllm_config, self.kinds))
             super().load_model(*args, **kwargs)  # type: ignore[misc]
+
+    def determine_available_memory(self) -> int:
+        """Say what the first run of the model may wait for, which takes the most of a start."""
+        if self.vllm_config.compilation_config.mode != CompilationMode.NONE:
+            logger.info_once(
+                "vLLM compiles the models, which may take minutes at a first start; later starts "
+                "with the same models and settings read %s.",
+                envs.VLLM_CACHE_ROOT,
+            )
+        memory: int = super().determine_available_memory()  # type: ignore[misc]
+        return memory
 
     def execute_dummy_batch(self) -> None:
         """Run the target beside other data-parallel ranks; its time is none of a step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +37,10 @@ SLOW_STEP = 0.25
 RISE, SLOW_RISE = 1.05, 1.1
 """Measure between two numbers of rows if the ratio of their seconds is at least this; the second is
 for slow steps."""
+
+CHANGED = 1.5
+"""Measure anew if a step takes more or less than kept costs say by this factor: the machine is, or
+was, busy."""
 
 
 class _Timed:
@@ -95,20 +100,41 @@ def measure(
     )
 
 
+def still_hold(runner: TimedRunner, agree: Agree, costs: StepCosts) -> bool:
+    """Time a few steps again; return whether they take about as long as ``costs`` say.
+
+    They are a plain step of one request, with context and without, and one over the rows of about
+    one tree.
+    """
+    tree = max(rows for rows in costs.rows if rows <= 1 + runner.trees.shape.node_budget)
+    before = {
+        (1, 0): costs.without_context[0],
+        (1, costs.context): costs.with_context[0],
+        (tree,): costs.with_head[costs.rows.index(tree)],
+    }
+
+    def run(step: tuple[int, ...]) -> Seconds:
+        return (
+            _forward(runner, *step) if len(step) == 1 else _plain_step(runner, (step[0], step[1]))
+        )
+
+    timed = _Timed(run, agree)
+    with without_drafting(runner):
+        sample_greedily(runner, 1)
+        for step in before:
+            if agree(timed(step)) < SLOW_STEP:
+                timed(step, REPETITIONS)
+    changed = [
+        max(timed.best[x].whole / before[x], before[x] / timed.best[x].whole) for x in before
+    ]
+    return bool(agree(bool(max(changed) < CHANGED)))
+
+
 def _plain_steps(
     runner: TimedRunner, agree: Agree, most: int, context: int
 ) -> dict[tuple[int, int], Seconds]:
     """Return seconds by the number of requests and the context of each."""
-
-    def run(step: tuple[int, int]) -> Seconds:
-        requests, length = step
-        return seconds_of(
-            runner,
-            lambda: runner._dummy_run(requests, context_len=length)[1],
-            lambda hidden: sample_plain(runner, hidden),
-        )
-
-    timed = _Timed(run, agree)
+    timed = _Timed(partial(_plain_step, runner), agree)
     for size in sorted(sizes_up_to(most), key=lambda size: 1 < size < most):
         if 1 < size < most and timed.left(PLAIN_SECONDS) < 0:
             break
@@ -194,6 +220,15 @@ def sizes_up_to(most: int) -> list[int]:
         while sizes[-1] < most:
             sizes.append(min(sizes[-1] * factor, most))
     return sizes
+
+
+def _plain_step(runner: TimedRunner, step: tuple[int, int]) -> Seconds:
+    requests, length = step
+    return seconds_of(
+        runner,
+        lambda: runner._dummy_run(requests, context_len=length)[1],
+        lambda hidden: sample_plain(runner, hidden),
+    )
 
 
 def _forward(runner: TimedRunner, rows: int, **how: Any) -> Seconds:

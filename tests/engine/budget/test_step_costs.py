@@ -234,3 +234,36 @@ def test_few_sizes_span_one_request_to_all(most: int) -> None:
     assert sizes[-1] == most
     assert sizes == sorted(set(sizes))
     assert len(sizes) <= step_costs.SIZES
+
+
+@pytest.mark.parametrize(
+    ("times_as_slow", "holds"), [(1.0, True), (1.3, True), (1.8, False), (0.5, False)]
+)
+def test_kept_costs_hold_while_a_few_steps_take_as_long(
+    now: list[float], times_as_slow: float, holds: bool
+) -> None:
+    costs = measure(Runner(now, forward=0.1))
+    later = Runner(now, forward=0.1 * times_as_slow)
+    began = now[0]
+    assert step_costs.still_hold(later, alone, costs) == holds
+    assert now[0] - began < 20 * 0.1 * times_as_slow
+    assert later.speculator == "drafting"
+
+
+def test_slow_steps_are_compared_once(now: list[float]) -> None:
+    costs = measure(Runner(now, forward=3.0))
+    later = Runner(now, forward=3.0)
+    assert step_costs.still_hold(later, alone, costs)
+    assert len(later.steps) + len(later.rows) == 3
+
+
+def test_ranks_agree_on_whether_kept_costs_hold(now: list[float]) -> None:
+    """The first rank finds that they do."""
+    costs = measure(Runner(now))
+    slow = Runner(now, forward=1.0)
+    assert not step_costs.still_hold(slow, alone, costs)
+
+    def agree(numbers: Any) -> Any:
+        return True if isinstance(numbers, bool) else numbers
+
+    assert step_costs.still_hold(slow, agree, costs)
