@@ -11,6 +11,7 @@ from typing import Any
 
 from dyntree_plugin.admission import draft_methods
 from dyntree_plugin.admission.check import Refused, unserved_method
+from dyntree_plugin.admission.model_files import speculation_of
 from dyntree_plugin.options.methods import OF_TARGET, WITH_DRAFT
 from dyntree_plugin.options.options import NAMESPACE, DynTreeOptions
 
@@ -26,7 +27,7 @@ def name_method(arguments: Any) -> str | None:
     Raises:
         Refused: if vLLM would take another method from the path of the draft.
     """
-    given = {k: v for k, v in _speculation(arguments).items() if v is not None}
+    given = {k: v for k, v in speculation_of(arguments).items() if v is not None}
     model = given.get("model", arguments.spec_model)
     method = given.get("method", arguments.spec_method)
     if not isinstance(model, str):
@@ -49,7 +50,7 @@ def name_method(arguments: Any) -> str | None:
 
 def refusals(arguments: Any, with_trees: bool, error: Exception) -> Iterator[str]:
     """Yield reasons in vLLM's ``EngineArgs`` for an ``error`` of vLLM."""
-    for key, value in _speculation(arguments).items():
+    for key, value in speculation_of(arguments).items():
         if key == NAMESPACE or key in DynTreeOptions.model_fields:
             given = value if key == NAMESPACE else {key: value}
             yield (
@@ -59,7 +60,7 @@ def refusals(arguments: Any, with_trees: bool, error: Exception) -> Iterator[str
     if with_trees:
         yield from _adapters_exceed_step(arguments)
         # vLLM asks for Arctic Inference before it makes a configuration.
-        if _speculation(arguments).get("method") == "suffix":
+        if speculation_of(arguments).get("method") == "suffix":
             yield unserved_method("suffix")
         for reason in _draft_refusals(arguments, error):
             yield f"speculative_config.{reason}"
@@ -68,7 +69,7 @@ def refusals(arguments: Any, with_trees: bool, error: Exception) -> Iterator[str
 def _adapters_exceed_step(arguments: Any) -> Iterator[str]:
     """Say if a step is too small for vLLM's LoRA; vLLM has filled in the arguments' defaults."""
     limit, num_seqs = arguments.max_num_batched_tokens, arguments.max_num_seqs
-    drafts = _speculation(arguments).get("num_speculative_tokens")
+    drafts = speculation_of(arguments).get("num_speculative_tokens")
     if not arguments.enable_lora or limit is None or num_seqs is None or drafts is None:
         return
     least = num_seqs * (drafts + 1)
@@ -82,7 +83,7 @@ def _adapters_exceed_step(arguments: Any) -> Iterator[str]:
 
 def _draft_refusals(arguments: Any, error: Exception) -> Iterator[str]:
     """Yield at most one reason in the draft's method and files."""
-    given = _speculation(arguments)
+    given = speculation_of(arguments)
     method, model = given.get("method"), given.get("model")
     if _is_mtp(method):
         method, model = "mtp", model or arguments.model
@@ -152,12 +153,6 @@ def _config_of(model: str, revision: str | None) -> dict[str, Any] | None:
     except (OSError, ValueError, TypeError, AttributeError):
         return None  # vLLM, which reads it next, says why.
     return found
-
-
-def _speculation(arguments: Any) -> dict[str, Any]:
-    """Return the options of the speculation; none if they are no object, as vLLM says itself."""
-    given = arguments.speculative_config
-    return given if isinstance(given, dict) else {}
 
 
 def _is_mtp(method: object) -> bool:

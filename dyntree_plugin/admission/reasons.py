@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from pydantic import ValidationError
 
 from dyntree_plugin.admission.check import Refused
+from dyntree_plugin.admission.model_files import models_of, unreadable
 from dyntree_plugin.escape import escaped
 from dyntree_plugin.secrets import hidden
 
@@ -32,6 +35,24 @@ def of(error: Exception) -> list[str]:
         where = "".join(f"{part}: " for part in each["loc"])
         reasons += of(cause) if isinstance(cause, Refused) else [hidden(where + message)]
     return reasons
+
+
+def of_model_files(arguments: Any, error: Exception) -> list[str]:
+    """Return reasons in the models' files for an error that ``arguments`` of an engine led to.
+
+    An error that does not say what to mend, and is not ours, is one that vLLM or Transformers
+    raises on what a config.json has.
+    """
+    found = list(unreadable(arguments))
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    ours = str(frame.f_globals.get("__name__")).startswith("dyntree_")
+    if found or ours or isinstance(error, (*MISTAKES, ImportError)):
+        return found
+    models = " and ".join(repr(model) for _, model in models_of(arguments))
+    return [
+        f"vLLM cannot read the configuration of {models}: {type(error).__name__}: "
+        f"{hidden(str(error))}"
+    ]
 
 
 def is_refusal(error: Exception) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dyntree_kernels.features import ADVICE, KV_CACHE_DTYPES, OTHER_CACHE, SERVED_ON
+from dyntree_plugin.admission.model_files import nonpositive_sizes
 from dyntree_plugin.options.methods import READ_MASKS, proposes_blocks
 
 
@@ -262,6 +263,7 @@ CPU_REFUSALS = (
 """Checks of ``VllmConfig`` on a CPU."""
 
 MODEL_REFUSALS = (
+    Refusal("sizes", nonpositive_sizes, bool, "they must be above 0; mend the model's config.json"),
     Refusal(
         "runner",
         lambda m: m.runner_type,

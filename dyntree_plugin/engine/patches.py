@@ -121,8 +121,10 @@ def refuse_before_vllm() -> None:
                 if with_trees:
                     _name_method(self)
                 config: VllmConfig = stock(self, *args, **kwargs)
-            except Exception as error:
+            except Exception as error:  # Transformers raises any on a wrong config.json.
                 ours = list(arguments.refusals(self, with_trees, error))
+                if with_trees and not ours:
+                    ours = reasons.of_model_files(self, error)
                 if not ours or reasons.is_refusal(error):
                     raise
                 with reasons.logged():

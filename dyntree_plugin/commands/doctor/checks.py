@@ -186,6 +186,8 @@ def memory(share: float, kv_cache_bytes: int | None = None) -> Check:
         wanted, asked = kv_cache_bytes, f"{kv_cache_bytes / _GIB:.1f} GiB for the KV cache"
         option = f"give --kv-cache-memory-bytes, or VLLM_CPU_KVCACHE_SPACE, {left / _GIB:.1f} GiB"
         option += " less the weights at most"
+    if wanted <= 0:
+        return Check("memory", "fail", f"a KV cache of {wanted} bytes holds nothing", option)
     if wanted <= left:
         return Check("memory", "ok", found)
     status: Literal["warn", "fail"] = "fail" if wanted > available else "warn"

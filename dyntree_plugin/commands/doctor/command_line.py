@@ -57,7 +57,10 @@ def parse(arguments: Sequence[str]) -> Namespace:
     parser = Parser()  # type: ignore[no-untyped-call]
     command = ServeSubcommand()
     command.subparser_init(parser.add_subparsers(dest="subparser"))
-    parsed = parser.parse_args(["serve", *arguments])
+    try:
+        parsed = parser.parse_args(["serve", *arguments])
+    except IndexError:  # vLLM takes the value of a dotted argument without looking.
+        raise ValueError(f"argument {arguments[-1]}: expected one argument") from None
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
     command.validate(parsed)

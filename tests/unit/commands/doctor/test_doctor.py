@@ -147,6 +147,13 @@ def test_memory_fails_where_vllm_would_with_the_value_that_fits(
 
 
 @pytest.mark.usefixtures("free")
+def test_no_memory_for_a_kv_cache_fails() -> None:
+    found = checks.memory(0.4, 0)
+    assert (found.status, found.found) == ("fail", "a KV cache of 0 bytes holds nothing")
+    assert "--kv-cache-memory-bytes" in found.advice
+
+
+@pytest.mark.usefixtures("free")
 def test_vllms_default_share_is_no_failure_of_the_machine() -> None:
     found = doctor._default_memory()
     assert found.status == "ok"

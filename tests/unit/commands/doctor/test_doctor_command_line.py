@@ -78,6 +78,9 @@ def test_every_refusal_is_a_check_of_its_own(line: Line) -> None:
         ([], '{"node_budget": 32}', "dyntree.node_budget=32 exceeds"),
         (["--no-such-flag"], "{}", "--no-such-flag"),
         (["--max-model-len", "100000"], "{}", "max_model_len"),
+        (["--speculative-config", "5"], "{}", "speculative_config=5 must be a JSON object"),
+        (["--speculative-config", "[]"], "{}", "speculative_config=[] must be a JSON object"),
+        (["--dyntree.width"], "{}", "argument --dyntree.width: expected one argument"),
     ],
 )
 def test_a_mistake_is_named(line: Line, more: list[str], dyntree: str, named: str) -> None:

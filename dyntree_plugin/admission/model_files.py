@@ -1,0 +1,62 @@
+"""What vLLM and Transformers fail on in the files of a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dyntree_plugin.options.options import NAMESPACE
+
+
+def speculation_of(arguments: Any) -> Mapping[str, Any]:
+    """Return the speculation in vLLM's ``EngineArgs``, empty if it is none."""
+    given = arguments.speculative_config
+    return given if isinstance(given, Mapping) else {}
+
+
+def models_of(arguments: Any) -> list[tuple[str, str]]:
+    """Return the options of vLLM's ``EngineArgs`` that name models, with the names."""
+    given = (arguments.additional_config or {}).get(NAMESPACE)
+    drafts = given.get("drafts") if isinstance(given, Mapping) else None
+    named = [("model", arguments.model)]
+    named += [("speculative_config.model", speculation_of(arguments).get("model"))]
+    named += [(f"{NAMESPACE}.drafts", each) for each in drafts or ()]
+    return [(option, model) for option, model in named if isinstance(model, str)]
+
+
+def unreadable(arguments: Any) -> Iterator[str]:
+    """Yield reasons in vLLM's ``EngineArgs``: models whose config.json is not a JSON object."""
+    speculation = arguments.speculative_config
+    if not isinstance(speculation, Mapping | None):
+        yield f"speculative_config={speculation!r} must be a JSON object"
+    for option, model in models_of(arguments):
+        if problem := _problem(Path(model) / "config.json"):
+            yield f"{option}={model!r} cannot be read: its config.json {problem}"
+
+
+def nonpositive_sizes(model_config: Any) -> dict[str, int]:
+    """Return the sizes of a ``ModelConfig`` that are not above 0, which config.json may have."""
+    sizes = {
+        "vocab_size": model_config.get_vocab_size(),
+        "hidden_size": model_config.get_hidden_size(),
+        "num_hidden_layers": model_config.get_total_num_hidden_layers(),
+        "kv_heads": model_config.get_total_num_kv_heads(),
+        "head_dim": model_config.get_head_size(),
+    }
+    return {name: size for name, size in sizes.items() if size < 1}
+
+
+def _problem(config: Path) -> str | None:
+    try:
+        if not config.is_file():
+            return None  # vLLM says so.
+        found = json.loads(config.read_bytes())
+    except OSError as error:
+        return f"cannot be opened: {error.strerror}"
+    except RecursionError:
+        return "is nested too deeply"
+    except ValueError as error:
+        return f"is not JSON: {error}"
+    return None if isinstance(found, dict) else "must be a JSON object"
