@@ -38,9 +38,11 @@ RISE, SLOW_RISE = 1.05, 1.1
 """Measure between two numbers of rows if the ratio of their seconds is at least this; the second is
 for slow steps."""
 
-CHANGED = 1.5
-"""Measure anew if a step takes more or less than kept costs say by this factor: the machine is, or
-was, busy."""
+CHANGED = 2.0
+"""Measure anew if a step takes more or less than kept costs say by this factor. Below it, serving
+corrects them."""
+CHECK_SECONDS = 2.0
+"""Limit for finding that kept costs still hold: other programs may disturb the first steps."""
 
 
 class _Timed:
@@ -121,13 +123,14 @@ def still_hold(runner: TimedRunner, agree: Agree, costs: StepCosts) -> bool:
     timed = _Timed(run, agree)
     with without_drafting(runner):
         sample_greedily(runner, 1)
-        for step in before:
-            if agree(timed(step)) < SLOW_STEP:
-                timed(step, REPETITIONS)
-    changed = [
-        max(timed.best[x].whole / before[x], before[x] / timed.best[x].whole) for x in before
-    ]
-    return bool(agree(bool(max(changed) < CHANGED)))
+        while True:
+            for step in before:
+                timed(step)
+            ratios = [timed.best[step].whole / seconds for step, seconds in before.items()]
+            if agree(all(1 / CHANGED < ratio < CHANGED for ratio in ratios)):
+                return True
+            if timed.left(CHECK_SECONDS) < 0:
+                return False
 
 
 def _plain_steps(
