@@ -28,9 +28,9 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def _read(path: str) -> Any:
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]
             twice = next((key for at, key in enumerate(keys) if key in keys[:at]), None)
