@@ -24,7 +24,7 @@ def explain(exit_code: int | None) -> str | None:
 
     ``exit_code``: as `multiprocessing` and `subprocess` give it, negative for a signal.
     """
-    if exit_code is None or exit_code >= 0:
+    if exit_code is None or not -signal.NSIG < exit_code < 0:
         return None
     try:
         number = signal.Signals(-exit_code)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from dyntree_plugin import signals
 from dyntree_plugin.commands.loads.engine import FAILED, REFUSED, Answers, Around, main
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.runs import Engine, Run
@@ -183,9 +184,8 @@ class Pool:
 def _killed(told: str) -> Iterator[str]:
     """Yield a text for each signal that ended a process, by Python's and vLLM's exit codes."""
     for number in dict.fromkeys(map(int, _BY_SIGNAL.findall(told))):
-        with suppress(ValueError):
-            name = signal.Signals(number).name
-            yield f"a process was ended by signal {number} ({name}, {signal.strsignal(number)})"
+        if reason := signals.explain(-number):
+            yield f"a process was ended by {reason}"
 
 
 def _free_bytes() -> int:

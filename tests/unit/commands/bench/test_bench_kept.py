@@ -104,7 +104,7 @@ def started(folder: Path, around: Callable[..., Any]) -> Iterator[EngineProcess]
 def test_the_signal_that_ended_an_engine_is_named(tmp_path: Path) -> None:
     with started(tmp_path, partial(signal.raise_signal, signal.SIGILL)) as process:
         for call in (process.wait, lambda: process.serve(LOAD)):
-            with pytest.raises(RuntimeError, match=r"signal 4 \(SIGILL, Illegal instruction\)"):
+            with pytest.raises(RuntimeError, match=r"signal 4 \(SIGILL\)"):
                 call()
 
 
@@ -125,7 +125,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     try:
         with (
             started(tmp_path, partial(exec, code, {"file": str(file)})) as process,
-            pytest.raises(RuntimeError, match=r"signal 9 \(SIGKILL, Killed\)"),
+            pytest.raises(RuntimeError, match=r"signal 9 \(SIGKILL\)"),
         ):
             process.wait()
     finally:
@@ -142,4 +142,4 @@ os.kill(os.getpid(), signal.SIGKILL)
     ],
 )
 def test_the_signals_of_vllms_processes_are_named(told: str, signals: list[str]) -> None:
-    assert [text.split("(")[1].split(",")[0] for text in pool._killed(told)] == signals
+    assert [text.split("(")[1].split(")")[0] for text in pool._killed(told)] == signals
