@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
 from dyntree_plugin.admission.request_limits import wrap_seeds
+from dyntree_plugin.engine.agreement import agreement_of
 from dyntree_plugin.engine.budget.kept_costs import costs_at_start
 from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.configuration import uses_adaptive_budget
@@ -222,7 +223,8 @@ class TreeRunnerMixin(TreeStage):
         """Find out what steps cost, before the first request."""
         adaptive = uses_adaptive_budget(self.vllm_config)
         with self.measured_adapters():
-            costs = costs_at_start(self, self.vllm_config, adaptive)
+            agree = agreement_of(self.vllm_config)
+            costs = costs_at_start(self, self.vllm_config, agree, adaptive)
         self._plain_steps = PlainSteps(costs)
         if adaptive:
             measured = costs.rows, costs.with_head, costs.most_rows, costs.of_position

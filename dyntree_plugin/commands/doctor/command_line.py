@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     command = ServeSubcommand()
     command.subparser_init(parser.add_subparsers(dest="subparser"))
     try:
-        parsed = parser.parse_args(["serve", *arguments])
+        parsed: Namespace = parser.parse_args(["serve", *arguments])
     except IndexError:  # vLLM takes the value of a dotted argument without looking.
         raise ValueError(f"argument {arguments[-1]}: expected one argument") from None
     if parsed.model_tag is not None:

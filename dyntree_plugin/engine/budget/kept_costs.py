@@ -27,9 +27,8 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from dyntree_plugin.engine.agreement import agreement_of
 from dyntree_plugin.engine.budget import step_costs
-from dyntree_plugin.engine.budget.step_costs import measure, still_hold
+from dyntree_plugin.engine.budget.step_costs import Agree, measure, still_hold
 from dyntree_plugin.engine.budget.timed_steps import TimedRunner
 from dyntree_plugin.engine.configuration import asked_attention, tree_plan
 from dyntree_plugin.provenance import cpu, packages
@@ -45,10 +44,12 @@ _OF_THREADS = ("OMP_", "KMP_", "GOMP_", "MKL_", "ONEDNN_", "DNNL_", "NUMBA_", "L
 """Beginnings of variables that change how fast PyTorch and our kernels compute."""
 
 
-def costs_at_start(runner: TimedRunner, vllm_config: VllmConfig, adaptive: bool) -> StepCosts:
+def costs_at_start(
+    runner: TimedRunner, vllm_config: VllmConfig, agree: Agree, adaptive: bool
+) -> StepCosts:
     """Return what steps cost, the same on every rank: what an earlier start has kept, if a few
     steps still take as long, and else what is measured here and kept."""
-    began, agree = time.monotonic(), agreement_of(vllm_config)
+    began = time.monotonic()
     # Rows of latent attention are bound by arithmetic, which grows with the context.
     latent = adaptive and vllm_config.model_config.use_mla
     sizes = runner.max_num_reqs, runner.max_num_tokens, runner.max_model_len

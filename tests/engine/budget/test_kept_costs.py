@@ -39,7 +39,6 @@ def config(model: str = "{}", seqs: int = 4, other: object = None, **options: st
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    monkeypatch.setattr(kept_costs, "agreement_of", lambda config: lambda numbers: numbers)
     return tmp_path
 
 
@@ -48,6 +47,7 @@ class Engine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.measured, self.costs, self.holds = 0, COSTS, True
+        self.agree: Callable[[Any], Any] = lambda numbers: numbers
         monkeypatch.setattr(kept_costs, "measure", self._measure)
         monkeypatch.setattr(kept_costs, "still_hold", lambda *_: self.holds)
 
@@ -59,7 +59,7 @@ class Engine:
         runner: Any = SimpleNamespace(
             max_num_reqs=4, max_num_tokens=128, max_model_len=max_model_len
         )
-        return kept_costs.costs_at_start(runner, config(**settings), adaptive=True)
+        return kept_costs.costs_at_start(runner, config(**settings), self.agree, adaptive=True)
 
 
 @pytest.fixture
@@ -166,15 +166,9 @@ def test_nothing_is_kept_if_vllm_keeps_nothing(
     assert [*cache.rglob("*.json")] == []
 
 
-def test_all_ranks_take_what_the_first_has_kept(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_take_what_the_first_has_kept(engine: Engine) -> None:
     of_first = replace(COSTS, forwards=(0.5, 0.6))
     told: list[Any] = []
-
-    def agreement(_: Any) -> Callable[[Any], Any]:
-        return lambda numbers: told.append(numbers) or of_first
-
-    monkeypatch.setattr(kept_costs, "agreement_of", agreement)
+    engine.agree = lambda numbers: told.append(numbers) or of_first
     assert engine.start() == of_first
     assert (engine.measured, told) == (0, [None])
