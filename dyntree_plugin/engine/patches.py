@@ -6,11 +6,14 @@ A second call of a function changes nothing, and engines without dyntree options
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.admission import arguments, check, reasons
@@ -189,11 +192,13 @@ def select_v2_runner() -> None:
 
 
 def admit_numba() -> None:
-    """Let workers on a CPU start where numba is imported:
-    ``Platform.register_triton_kernel_overrides``.
+    """Let workers on a CPU start where numba is imported, and programs end:
+    ``Platform.register_triton_kernel_overrides``, and when ``weakref.finalize`` runs.
 
-    Why: it looks into every module, and fails on llvmlite's, which a program or a package may have
-    imported before (docs/upstream.md). Remove when it skips what it cannot read.
+    Why: the first looks into every module, and fails on llvmlite's, which a program or a package
+    may have imported before (docs/upstream.md). vLLM ends its processes by finalizers, and at exit
+    multiprocessing waits for these processes; what was registered first comes last. Remove when
+    vLLM skips what it cannot read, and ends its processes otherwise.
     """
     from vllm.platforms import current_platform
 
@@ -208,6 +213,11 @@ def admit_numba() -> None:
 
         return classmethod(register_triton_kernel_overrides)
 
+    if "llvmlite" in sys.modules:  # It has a finalizer, made before multiprocessing was imported.
+        run_at_exit: Any = weakref.finalize
+        import_module("multiprocessing.util")
+        atexit.unregister(run_at_exit._exitfunc)
+        atexit.register(run_at_exit._exitfunc)
     if current_platform.is_cpu():
         _replace(type(current_platform), "register_triton_kernel_overrides", hiding_llvmlite)
 

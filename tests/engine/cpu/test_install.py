@@ -139,15 +139,20 @@ def test_vllm_can_register_kernels_after_numba_is_imported(
 
 
 @pytest.mark.parametrize("registered", [False, True])
-def test_a_worker_starts_where_a_program_has_imported_numba_if_the_plugin_is_loaded(
+def test_engines_start_and_end_where_a_program_has_imported_numba_if_the_plugin_is_loaded(
     registered: bool,
 ) -> None:
+    """vLLM ends its processes by finalizers, and multiprocessing waits for them at exit."""
     program = f"""
-import numba
+import numba, multiprocessing, time, weakref
 from vllm.platforms import current_platform
 if {registered}:
     from dyntree_plugin import plugin
     plugin.register()
+process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))
+process.start()
+alive = lambda: (print("alive at exit", process.is_alive()), process.terminate())
+weakref.finalize(process, alive)
 current_platform.register_triton_kernel_overrides()
 """
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
@@ -155,6 +160,7 @@ current_platform.register_triton_kernel_overrides()
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode == 0) == registered, done.stderr
     assert ("no attribute 'get'" in done.stderr) != registered
+    assert f"alive at exit {registered}" in done.stdout
 
 
 @pytest.mark.skipif(
