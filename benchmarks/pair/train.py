@@ -7,9 +7,11 @@ wrote itself, which is what a draft reads in use.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -212,10 +214,13 @@ def train(
     with _progress() as progress:
         bar = progress.add_task(name, total=schedule.steps, note="")
 
-        def report(_: torch.nn.Module, step: int, average: float) -> None:
-            progress.update(bar, completed=step, note=f"{average:.3f} nats")
+        recent: deque[float] = deque(maxlen=100)
+
+        def report(_: torch.nn.Module, step: int, loss: float) -> None:
+            recent.append(loss)
+            progress.update(bar, completed=step, note=f"{fmean(recent):.3f} nats")
             if step % 100 == 0:
-                logger.info("%s: step %d, %.4f nats per token", name, step, average)
+                logger.info("%s: step %d, %.4f nats per token", name, step, fmean(recent))
 
         return optimize(
             model,

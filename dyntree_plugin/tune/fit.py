@@ -98,7 +98,7 @@ def fit(
     seed: int,
     optimizers: Optimizers = adamw,
     checkpoint: Checkpoint | None = None,
-    report: Report = lambda model, step, average: None,
+    report: Report = lambda model, step, loss: None,
 ) -> Model:
     """Train an fp32 ``model`` on shards, and return it. ``seed`` orders the texts."""
     return optimize(

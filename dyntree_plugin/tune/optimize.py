@@ -28,7 +28,7 @@ the sum of the positions' weights."""
 Optimizers = Callable[[torch.nn.Module], list[torch.optim.Optimizer]]
 
 Report = Callable[[torch.nn.Module, int, float], None]
-"""Takes the model, the number of steps so far, and the running mean of the loss."""
+"""Takes the model, the number of steps so far, and the mean loss of the last step's texts."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def optimize(
     copies: Sequence[Model],
     optimizers: Optimizers = muon_and_adamw,
     checkpoint: Checkpoint | None = None,
-    report: Report = lambda model, step, average: None,
+    report: Report = lambda model, step, loss: None,
 ) -> Model:
     """Train the fp32 ``model`` through its working ``copies``, and return it.
 
@@ -120,7 +120,7 @@ def optimize(
         ValueError: if the checkpoint is damaged, or of another model or a longer schedule.
     """
     running = optimizers(model)
-    first, average = _resume(checkpoint, model, running, schedule.steps)
+    first = _resume(checkpoint, model, running, schedule.steps)
     for _ in range(first):
         next(batches)
     threads = max(1, torch.get_num_threads() // len(copies))
@@ -135,13 +135,11 @@ def optimize(
                 for group in optimizer.param_groups:
                     group["lr"] = schedule.rate(step)
                 optimizer.step()
-            current = total / weight
-            average = current if math.isnan(average) else 0.98 * average + 0.02 * current
-            report(model, step + 1, average)
+            report(model, step + 1, total / weight)
             if checkpoint is not None and (step + 1) % checkpoint.every == 0:
                 states = [optimizer.state_dict() for optimizer in running]
-                state = {"step": step + 1, "average": average, "model": model.state_dict()}
-                checkpoint.write(state | {"optimizers": states})
+                state = {"step": step + 1, "model": model.state_dict(), "optimizers": states}
+                checkpoint.write(state)
     return model
 
 
@@ -184,20 +182,20 @@ def _resume(
     model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     most: int,
-) -> tuple[int, float]:
-    """Restore the last state, if there is one; return the steps so far and the mean loss.
+) -> int:
+    """Restore the last state, if there is one; return the steps so far.
 
     ``most``: steps of the schedule.
     """
     if checkpoint is None:
-        return 0, math.nan
+        return 0
     with explained(damaged(checkpoint.file)):
         state = checkpoint.read()
         if state is None:
-            return 0, math.nan
+            return 0
         if not 0 < state["step"] <= most:
             raise ValueError(f"it is of step {state['step']}, and there are {most}")
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        return int(state["step"]), float(state["average"])
+        return int(state["step"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -140,20 +142,27 @@ def train(
     plan = schedule(settings, len(shards))
     every = math.ceil(plan.steps / MEASURED)
     curve = read_curve(folder.losses)
+    recent: deque[float] = deque(maxlen=every)
 
     def measure(model: torch.nn.Module, step: int, learned: float | None) -> None:
         model.eval()
         curve[step] = (learned, fit.mean_loss(model, held_out, loss, settings.rows))
         write_json(folder.losses, sorted((n, *both) for n, both in curve.items()))
 
-    def report(model: torch.nn.Module, step: int, average: float) -> None:
+    def report(model: torch.nn.Module, step: int, learned: float) -> None:
         # A run that was killed may have measured steps that follow its last checkpoint.
         for ahead in [measured for measured in curve if measured > step]:
             del curve[ahead]
+        recent.append(learned)
         if step % every == 0 or step == plan.steps:
-            measure(model, step, average)
-        last = curve[max(curve)][1]
-        note(step, f"loss {average:.3f}, held out {last:.3f}")
+            since = max(curve) - step
+            measure(model, step, fmean([*recent][since:]))
+        measured = max(curve)
+        note(
+            step,
+            f"loss {fmean(recent):.3f} in steps {step - len(recent) + 1} to {step}, "
+            f"held out {curve[measured][1]:.3f} after step {measured}",
+        )
 
     if 0 not in curve:
         measure(model, 0, None)
@@ -167,7 +176,7 @@ def train(
 
 
 def read_curve(file: Path) -> dict[int, tuple[float | None, float]]:
-    """Return the running mean of the loss, and that of held-out texts, by step."""
+    """Return the losses by step: the mean since the step before, and that of held-out texts."""
     if not file.exists():
         return {}
     with explained(damaged(file)):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 Curve = Mapping[int, tuple[float | None, float]]
-"""The running mean of the loss, and that of held-out texts, by step."""
+"""The losses by step: the mean since the step before, and that of held-out texts."""
 
 
 def draw(curve: Curve, file: Path) -> None:

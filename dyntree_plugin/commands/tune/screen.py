@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from threading import Event, Thread
 
 from rich.console import Console
 from rich.progress import (
@@ -22,22 +23,58 @@ from dyntree_plugin.tune.posterior import Posterior
 Update = Callable[[int, str], None]
 """Takes how much is done, and a line about it."""
 
+INTERVAL = 30.0
+"""Seconds between two lines about a stage where the output is no terminal."""
+
+_SPEED = 3600.0
+"""Seconds of the past from which the time that is left is estimated; a part may take minutes."""
+
 
 @contextmanager
 def stage(console: Console, name: str, total: int) -> Iterator[Update]:
-    """Show a bar with the time that has passed and an estimate of the rest."""
+    """Show what is done, the time that has passed and an estimate of the rest.
+
+    On a terminal this is a bar; elsewhere a line now and then, also while nothing is done.
+    """
     columns = (
         TextColumn("{task.description:<8}"),
-        BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left:"),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(name, total=total, note="")
-        yield lambda done, note: progress.update(bar, completed=done, note=note)
+    bar = (columns[0], BarColumn(bar_width=24), *columns[1:])
+    progress = Progress(*bar, console=console, speed_estimate_period=_SPEED)
+    task = progress.add_task(name, total=total, note="")
+
+    def show() -> None:
+        """Print a line; rich flushes it."""
+        parts = [str(column.render(progress.tasks[0])) for column in columns]
+        console.print(" ".join(parts).rstrip(), soft_wrap=True, markup=False)
+
+    with progress if console.is_terminal else _repeated(show):
+        yield lambda done, note: progress.update(task, completed=done, note=note)
+
+
+@contextmanager
+def _repeated(show: Callable[[], None]) -> Iterator[None]:
+    """Call ``show`` at the start, every `INTERVAL`, and at the end."""
+    ended = Event()
+
+    def repeat() -> None:
+        while not ended.wait(INTERVAL):
+            show()
+
+    show()
+    thread = Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        show()
 
 
 class Counter:
