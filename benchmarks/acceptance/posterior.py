@@ -17,7 +17,8 @@ def fitted_beta(
     draft: PreTrainedModel, prompts: Prompts, text: torch.Tensor, temperature: float
 ) -> float:
     """Return the beta that makes the target's ``text`` [R, T] behind the prompts likeliest."""
-    return likeliest_beta(_scores(draft, prompts, text, temperature), text.flatten())
+    scored = _scores(draft, prompts, text, temperature), text.flatten()
+    return likeliest_beta(lambda: [scored])
 
 
 @torch.inference_mode()

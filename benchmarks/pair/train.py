@@ -23,14 +23,8 @@ from benchmarks.pair.corpus import is_test
 from benchmarks.pair.models import DRAFT, TARGET, continue_rows, new_model
 from dyntree_plugin.pair.corpus import Source
 from dyntree_plugin.pair.models import Model, Shape, in_dtype
-from dyntree_plugin.tune.optimize import (
-    Batch,
-    Checkpoint,
-    Loss,
-    Schedule,
-    optimize,
-    working_copies,
-)
+from dyntree_plugin.tune.optimize import Checkpoint, Loss, Schedule, optimize, working_copies
+from dyntree_plugin.tune.shards import Batch
 
 logger = logging.getLogger(__name__)
 

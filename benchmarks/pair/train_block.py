@@ -15,7 +15,8 @@ from benchmarks.pair.block import Block, block_config, load_block, new_block, sa
 from benchmarks.pair.build import add_draft, of_text
 from dyntree_plugin.pair.models import Shape, in_dtype
 from dyntree_plugin.tune.eagle import OfTarget, read_target
-from dyntree_plugin.tune.optimize import Batch, Schedule
+from dyntree_plugin.tune.optimize import Schedule
+from dyntree_plugin.tune.shards import Batch
 
 NAME = "dflash"
 

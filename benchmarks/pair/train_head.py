@@ -23,7 +23,8 @@ from dyntree_plugin.tune.eagle import (
     read_target,
     save_head,
 )
-from dyntree_plugin.tune.optimize import Batch, Schedule
+from dyntree_plugin.tune.optimize import Schedule
+from dyntree_plugin.tune.shards import Batch
 
 NAME = "eagle3"
 

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from dyntree_plugin.pair.models import Model
 from dyntree_plugin.tune.losses import Compared, compare
 from dyntree_plugin.tune.optimize import (
-    Batch,
     Checkpoint,
     Loss,
     Optimizers,
@@ -22,7 +21,7 @@ from dyntree_plugin.tune.optimize import (
     optimize,
     working_copies,
 )
-from dyntree_plugin.tune.shards import WEIGHTS, Shards
+from dyntree_plugin.tune.shards import WEIGHTS, Batch, Shards, pieces
 
 _GROUP = 16
 """Steps whose texts are sorted by length, so that a step's texts have similar lengths."""
@@ -96,17 +95,22 @@ def fit(
     machine: Machine,
     *,
     seed: int,
+    positions: int | None = None,
     optimizers: Optimizers = adamw,
     checkpoint: Checkpoint | None = None,
     report: Report = lambda model, step, loss: None,
 ) -> Model:
-    """Train an fp32 ``model`` on shards, and return it. ``seed`` orders the texts."""
+    """Train an fp32 ``model`` on shards, and return it. ``seed`` orders the texts.
+
+    ``positions``: as in `optimize`.
+    """
     return optimize(
         model,
         epochs(shards, schedule.rows, seed),
         loss,
         schedule,
         copies=working_copies(model, machine.dtype, machine.devices),
+        positions=positions,
         optimizers=optimizers,
         checkpoint=checkpoint,
         report=report,
@@ -114,14 +118,17 @@ def fit(
 
 
 @torch.inference_mode()
-def mean_loss(model: Model, shards: Shards, loss: Loss[Model], rows: int) -> float:
-    """Return the mean loss over all texts of some shards."""
+def mean_loss(
+    model: Model, shards: Shards, loss: Loss[Model], rows: int, positions: int | None = None
+) -> float:
+    """Return the mean loss over all texts of some shards, read by ``rows`` or ``positions``."""
     device = next(model.parameters()).device
     total = weight = 0.0
     for start in range(0, len(shards), rows):
         batch = shards.batch(range(start, min(start + rows, len(shards))))
-        sums, weights = loss(model, {name: each.to(device) for name, each in batch.items()})
-        total, weight = total + float(sums), weight + weights
+        for piece in [batch] if positions is None else pieces(batch, positions):
+            sums, weights = loss(model, {name: each.to(device) for name, each in piece.items()})
+            total, weight = total + float(sums), weight + weights
     return total / weight
 
 

@@ -14,12 +14,10 @@ import torch
 
 from dyntree_plugin.pair.models import Model, in_dtype
 from dyntree_plugin.tune.files import damaged, explained, whole
+from dyntree_plugin.tune.shards import Batch, pieces
 
 # Most copies of the trained model on a CPU: each has its share of a step's samples and a thread.
 _COPIES = 2
-
-Batch = Mapping[str, torch.Tensor]
-"""Tensors whose first dimension is the samples of a step."""
 
 Loss = Callable[[Model, Batch], tuple[torch.Tensor, float]]
 """Takes the trained model and some samples. Returns the sum of the loss over their positions, and
@@ -106,13 +104,15 @@ def optimize(
     schedule: Schedule,
     *,
     copies: Sequence[Model],
+    positions: int | None = None,
     optimizers: Optimizers = muon_and_adamw,
     checkpoint: Checkpoint | None = None,
     report: Report = lambda model, step, loss: None,
 ) -> Model:
     """Train the fp32 ``model`` through its working ``copies``, and return it.
 
-    Every step splits one of the ``batches`` among the copies. If there is a ``checkpoint``, the run
+    Every step splits one of the ``batches`` among the copies, each of which computes up to
+    ``positions`` of its share at once. If there is a ``checkpoint``, the run
     continues from it, and skips as many batches. ``report`` is called after every step; it must not
     change the model.
 
@@ -128,7 +128,9 @@ def optimize(
     with pool:
         for step in range(first, schedule.steps):
             parts = _shares(next(batches), len(copies))
-            sums = list(pool.map(_gradient, repeat(model), copies, parts, repeat(loss)))
+            sums = list(
+                pool.map(_gradient, repeat(model), copies, parts, repeat(loss), repeat(positions))
+            )
             total, weight = (math.fsum(each) for each in zip(*sums, strict=True))
             _take_gradients(model, copies[: len(parts)], weight)
             for optimizer in running:
@@ -149,7 +151,7 @@ def _shares(batch: Batch, count: int) -> list[Batch]:
 
 
 def _gradient(
-    master: Model, working: Model, share: Batch, loss: Loss[Model]
+    master: Model, working: Model, share: Batch, loss: Loss[Model], positions: int | None
 ) -> tuple[float, float]:
     """Copy ``master`` to ``working``, and leave the gradient of the loss there."""
     with torch.no_grad():
@@ -157,9 +159,12 @@ def _gradient(
             copied.copy_(weight)
             copied.grad = None
     device = next(working.parameters()).device
-    total, weight = loss(working, {name: each.to(device) for name, each in share.items()})
-    total.backward()  # type: ignore[no-untyped-call]
-    return total.item(), weight
+    sums = weights = 0.0
+    for piece in [share] if positions is None else pieces(share, positions):
+        total, weight = loss(working, {name: each.to(device) for name, each in piece.items()})
+        total.backward()  # type: ignore[no-untyped-call]
+        sums, weights = sums + total.item(), weights + weight
+    return sums, weights
 
 
 def _take_gradients(master: Model, copies: Sequence[Model], weight: float) -> None:

@@ -21,6 +21,7 @@ With the token that the target adds, and without theta, these are
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,8 @@ MOST_BITS = 32.0
 BETAS = (2.0**-14, 2.0**8)
 """The least and the largest beta that is fitted."""
 
-_HALVINGS = 24
+_PASSES, _PARTS = 6, 8
+"""Each pass leaves one of this many parts of the logarithms of beta: 15 / 8**6 of a unit."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +77,27 @@ def surprises(scores: torch.Tensor, tokens: torch.Tensor, beta: float) -> torch.
     return log_chances / -math.log(2)
 
 
-def likeliest_beta(scores: torch.Tensor, tokens: torch.Tensor) -> float:
-    """Return the beta of the least mean surprise of ``tokens`` [M] by ``scores`` [M, V].
+def likeliest_beta(scored: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]]) -> float:
+    """Return the beta of the least mean surprise of tokens [M] by scores [M, V].
 
-    The mean is convex in 1 / beta, so its slope changes sign at the least. Scores of -inf are of
-    tokens that cannot be drafted, and none of ``tokens`` has one.
+    ``scored`` returns all of them in parts; it is called `_PASSES` times, so that the scores of one
+    part are in memory at a time. The mean is convex in 1 / beta, so its slope changes sign at the
+    least. Scores of -inf are of tokens that cannot be drafted, and none of the tokens has one.
     """
-    scores = scores.clamp(min=torch.finfo(scores.dtype).min)  # a chance of 0 times -inf is NaN
-    taken = scores.gather(1, tokens[:, None])[:, 0]
     low, high = map(math.log, BETAS)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        chances = (scores / math.exp(middle)).softmax(1)
-        slope = ((chances * scores).sum(1) - taken).double().mean()
-        low, high = (middle, high) if slope > 0 else (low, middle)
+    for _ in range(_PASSES):
+        marks = torch.linspace(low, high, _PARTS + 1, dtype=torch.float64).tolist()
+        slopes = [0.0] * len(marks)
+        for scores, tokens in scored():
+            for number, mark in enumerate(marks[1:-1], start=1):
+                slopes[number] += _slope(scores, tokens, math.exp(mark))
+        rising = sum(slope > 0 for slope in slopes)
+        low, high = marks[rising], marks[rising + 1]
     return math.exp((low + high) / 2)
+
+
+def _slope(scores: torch.Tensor, tokens: torch.Tensor, beta: float) -> float:
+    """Return the slope of the sum of surprises, in nats, by 1 / beta."""
+    scores = scores.clamp(min=torch.finfo(scores.dtype).min)  # a chance of 0 times -inf is NaN
+    expected = ((scores / beta).softmax(1) * scores).sum(1)
+    return float((expected - scores.gather(1, tokens[:, None])[:, 0]).double().sum())

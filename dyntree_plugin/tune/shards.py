@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,25 @@ FLAT = {"tokens": "I32", "top_tokens": "I32", "top_log_probs": "F16", "states": 
 follow those of the text before."""
 
 WEIGHTS = "weights"
+
+Batch = Mapping[str, torch.Tensor]
+"""Tensors whose first dimension is the samples of a step."""
+
+_LOGITS_AT_ONCE = 1 << 25
+"""Logits that a model makes at once if a text has no more; an fp32 copy of them takes 128 MiB."""
+
+
+def positions_at_once(logits: int) -> int:
+    """Return how many positions a model reads at once that makes this many logits for each."""
+    return max(1, _LOGITS_AT_ONCE // logits)
+
+
+def pieces(batch: Batch, positions: int) -> Iterator[Batch]:
+    """Yield the samples of a batch of [B, L, …] by up to ``positions``, but whole samples."""
+    rows, length = next(iter(batch.values())).shape[:2]
+    at_once = max(1, positions // length)
+    for start in range(0, rows, at_once):
+        yield {name: each[start : start + at_once] for name, each in batch.items()}
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
 from dyntree_plugin.tree.perturb import perturb_on
 from dyntree_plugin.tune.eagle import Head
-from dyntree_plugin.tune.optimize import Batch
 from dyntree_plugin.tune.posterior import Posterior, likeliest_beta, surprises
-from dyntree_plugin.tune.shards import WEIGHTS, Sample, Shards
+from dyntree_plugin.tune.shards import WEIGHTS, Batch, Sample, Shards
 
 Logits = Callable[[Batch], torch.Tensor]
 """Returns a draft's logits [B, L, V] of the token after each position of a batch, -inf for tokens
@@ -30,14 +29,18 @@ def posteriors(
     by_temperature = {}
     for temperature in sorted({sample.temperature for sample in samples}):
         numbers = [n for n, sample in enumerate(samples) if sample.temperature == temperature]
-        rows = [_of_sample(logits, shards, n, samples[n], device) for n in numbers]
-        scores, tokens = (torch.cat(each) for each in zip(*rows, strict=True))
-        reached = scores.gather(1, tokens[:, None])[:, 0] > -torch.inf
-        unreachable = 1 - float(reached.float().mean())
-        scores, tokens = scores[reached], tokens[reached]
-        beta = likeliest_beta(scores, tokens)
-        of_reached = surprises(scores, tokens, beta)
-        by_temperature[temperature] = Posterior.of(temperature, beta, of_reached, unreachable)
+
+        def scored(numbers: Sequence[int] = numbers) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for number in numbers:
+                scores, tokens = _of_sample(logits, shards, number, samples[number], device)
+                reached = scores.gather(1, tokens[:, None])[:, 0] > -torch.inf
+                yield scores[reached], tokens[reached]
+
+        beta = likeliest_beta(scored)
+        found = torch.cat([surprises(scores, tokens, beta) for scores, tokens in scored()])
+        written = sum(len(samples[number].answer) for number in numbers)
+        unreachable = 1 - len(found) / written
+        by_temperature[temperature] = Posterior.of(temperature, beta, found, unreachable)
     return by_temperature
 
 

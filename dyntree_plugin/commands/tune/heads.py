@@ -16,7 +16,7 @@ from dyntree_plugin.tune import eagle, optimize
 from dyntree_plugin.tune.eagle import OfTarget
 from dyntree_plugin.tune.files import damaged, explained
 from dyntree_plugin.tune.fit import Machine
-from dyntree_plugin.tune.head import default_layers, frequent_tokens, head_loss
+from dyntree_plugin.tune.head import STEPS, default_layers, frequent_tokens, head_loss
 from dyntree_plugin.tune.shards import save_tensors
 
 
@@ -102,7 +102,8 @@ def fitted(lessons: Lessons, settings: Settings, machine: Machine, note: Note) -
         optimizers = optimize.adamw
     loss = head_loss(of_target.embedding.float(), head.tokens)
     head = head.to(machine.main)
-    learn.train(lessons, settings, machine, head, loss, note, optimizers)
+    logits = STEPS * head.config.draft_vocab_size
+    learn.train(lessons, settings, machine, head, loss, note, logits, optimizers)
     save = functools.partial(eagle.save_head, head.to("cpu"))
     models.whole_folder(folder.fitted, save)
     folder.checkpoint.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from dyntree_plugin.tune import fit, teach
 from dyntree_plugin.tune.files import AGAIN, damaged, explained
 from dyntree_plugin.tune.fit import Machine
 from dyntree_plugin.tune.optimize import Checkpoint, Loss, Optimizers, Schedule, adamw
-from dyntree_plugin.tune.shards import Sample, Shards, save_tensors
+from dyntree_plugin.tune.shards import Sample, Shards, positions_at_once, save_tensors
 
 MEASURED = 20
 """Steps between two measurements of the loss of held-out texts, and between two checkpoints."""
@@ -120,7 +120,8 @@ def fitted(lessons: Lessons, settings: Settings, machine: Machine, note: Note) -
     trained: Any = model
     if settings.adapter is not None:
         trained = fit.with_adapter(model, settings.adapter, settings.seed)
-    train(lessons, settings, machine, trained, fit.draft_loss, note)
+    vocabulary = model.config.get_text_config().vocab_size
+    train(lessons, settings, machine, trained, fit.draft_loss, note, vocabulary)
     if settings.adapter is not None:
         trained = trained.merge_and_unload()
     models.save(trained, dtype, start, folder.fitted)
@@ -134,19 +135,25 @@ def train(
     model: torch.nn.Module,
     loss: Loss[Any],
     note: Note,
+    logits: int,
     optimizers: Optimizers = adamw,
 ) -> None:
-    """Train a model on the lessons, and store the curves of its losses."""
+    """Train a model on the lessons, and store the curves of its losses.
+
+    ``logits``: how many the loss has in memory for each position.
+    """
     folder = lessons.folder
     shards, held_out = lessons.learn(), lessons.held_out()
     plan = schedule(settings, len(shards))
     every = math.ceil(plan.steps / MEASURED)
+    positions = positions_at_once(logits)
     curve = read_curve(folder.losses)
     recent: deque[float] = deque(maxlen=every)
 
     def measure(model: torch.nn.Module, step: int, learned: float | None) -> None:
         model.eval()
-        curve[step] = (learned, fit.mean_loss(model, held_out, loss, settings.rows))
+        left = fit.mean_loss(model, held_out, loss, settings.rows, positions)
+        curve[step] = (learned, left)
         write_json(folder.losses, sorted((n, *both) for n, both in curve.items()))
 
     def report(model: torch.nn.Module, step: int, learned: float) -> None:
@@ -169,6 +176,7 @@ def train(
     fit.fit(
         model, shards, loss, plan, machine,
         seed=settings.seed + 1,
+        positions=positions,
         optimizers=optimizers,
         checkpoint=Checkpoint(folder.checkpoint, every),
         report=report,

@@ -37,7 +37,7 @@ def found(draft_noise: float, temperature: float, prompts: Prompts = PROMPTS) ->
 @pytest.mark.parametrize("beta", [0.3, 0.8, 2.0])
 def test_the_scale_and_the_entropy_of_gumbel_errors_are_found(beta: float) -> None:
     scores, tokens = toy(beta)
-    fitted = likeliest_beta(scores, tokens)
+    fitted = likeliest_beta(lambda: [(scores, tokens)])
     assert fitted == pytest.approx(beta, rel=0.03)
     law = (scores.double() / beta).softmax(1)
     bits = -law * law.clamp(min=1e-300).log2()

@@ -13,9 +13,10 @@ from transformers import LlamaForCausalLM
 from benchmarks.pair import models
 from dyntree_plugin.pair.models import Shape, in_dtype
 from dyntree_plugin.tune import fit, losses, optimize, teach
+from dyntree_plugin.tune import shards as of_shards
 from dyntree_plugin.tune.fit import Machine
 from dyntree_plugin.tune.optimize import Checkpoint, Schedule
-from dyntree_plugin.tune.shards import TOP, WEIGHTS, Sample, Shards, save_tensors
+from dyntree_plugin.tune.shards import TOP, WEIGHTS, Batch, Sample, Shards, save_tensors
 
 VOCABULARY = 97
 SHAPE = Shape(hidden=32, intermediate=32, layers=2, heads=2, kv_heads=1, head_dim=16)
@@ -70,6 +71,22 @@ def test_the_laws_are_those_of_the_target_on_each_text_alone(
     torch.testing.assert_close(
         batch["top_log_probs"][0].float(), wanted.values, rtol=2e-3, atol=2e-3
     )
+
+
+def test_few_logits_are_in_memory_at_once(
+    target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = texts(20, 0)
+    whole = teach.distributions(target, samples)
+    monkeypatch.setattr(of_shards, "_LOGITS_AT_ONCE", 50 * VOCABULARY)
+    read = []
+    hook = target.register_forward_pre_hook(
+        lambda _, __, given: read.append(given["input_ids"].shape), with_kwargs=True
+    )
+    parts = teach.distributions(target, samples)
+    hook.remove()
+    assert max(texts * length for texts, length in read) <= 50
+    assert torch.equal(parts["top_tokens"], whole["top_tokens"])
 
 
 def test_the_comparison_is_exact_where_all_tokens_are_kept() -> None:
@@ -146,19 +163,32 @@ def test_a_killed_training_ends_at_the_same_weights(shards: Shards, tmp_path: Pa
 
 
 def test_the_gradient_is_that_of_the_whole_batch_however_it_is_shared(shards: Shards) -> None:
-    def after_a_step(copies: int) -> torch.Tensor:
+    read = []
+
+    def loss(draft: LlamaForCausalLM, batch: Batch) -> tuple[torch.Tensor, float]:
+        read.append(batch["tokens"].shape)
+        return fit.draft_loss(draft, batch)
+
+    def after_a_step(copies: int, positions: int | None = None) -> torch.Tensor:
         draft = model(1)
-        batches: Iterator[optimize.Batch] = fit.epochs(shards, 6, 0)
+        batches: Iterator[Batch] = fit.epochs(shards, 6, 0)
         optimize.optimize(
-            draft, batches, fit.draft_loss, Schedule(1, 1e-2, warmup=1),
+            draft, batches, loss, Schedule(1, 1e-2, warmup=1),
             copies=[in_dtype(draft, torch.float32) for _ in range(copies)],
-            optimizers=lambda m: [torch.optim.SGD(m.parameters())],
+            optimizers=lambda m: [torch.optim.SGD(m.parameters())], positions=positions,
         )  # fmt: skip
         return weights(draft)
 
     whole = after_a_step(1)
     for copies in (2, 3):
         torch.testing.assert_close(after_a_step(copies), whole, rtol=1e-5, atol=1e-6)
+    rows, length = read[0]
+    for at_once in (1, 2):
+        read.clear()
+        found = after_a_step(2, at_once * length)
+        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+        assert sum(texts for texts, _ in read) == rows
+        assert max(texts for texts, _ in read) == at_once
 
 
 def test_only_adapters_are_trained_and_the_merged_draft_is_plain(shards: Shards) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -54,6 +55,27 @@ def test_a_draft_that_is_the_target_leaves_nothing_unknown(
     assert unknown.posteriors(unknown.of_draft(target), shards, others, CPU)[1.0].bits > 1
     strange = models.new_model(SHAPE, 97, 1).eval()
     assert unknown.posteriors(unknown.of_draft(strange), shards, samples, CPU)[1.0].bits > 1
+
+
+def test_the_scores_of_few_texts_are_in_memory_at_once(
+    target: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [drawn(target, seed, 1.0) for seed in range(8)]
+    save_tensors(teach.distributions(target, samples), tmp_path / "0.safetensors")
+    scores: WeakSet[torch.Tensor] = WeakSet()
+    most = 0
+
+    def kept(*given: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        found = perturb_on(CPU)(*given)
+        scores.add(found)
+        most = max(most, len(scores))
+        return found
+
+    monkeypatch.setattr(unknown, "perturb_on", lambda _: kept)
+    shards = Shards([tmp_path / "0.safetensors"])
+    unknown.posteriors(unknown.of_draft(target), shards, samples, CPU)
+    assert 0 < most <= 2
 
 
 def test_a_head_gives_the_logits_behind_each_token_but_the_first(
