@@ -105,12 +105,13 @@ def test_the_result_is_judged_by_trees_on_texts_that_were_held_out(whole: Path) 
     assert {path.name for path in Path(DRAFT).iterdir()} <= files
 
 
-def test_a_new_head_and_merged_adapters_are_made_and_served(prompts: Path, tmp_path: Path) -> None:
-    head, merged = tmp_path / "head", tmp_path / "merged"
+def test_new_drafts_and_merged_adapters_are_made_and_served(prompts: Path, tmp_path: Path) -> None:
+    head, merged, model = tmp_path / "head", tmp_path / "merged", tmp_path / "model"
     said = finished(command(prompts, head, "--head", "eagle3", "--head-vocabulary", "512"))
     assert '"method": "eagle3"' in said
     finished(command(prompts, merged, "--draft", DRAFT, "--adapter", "4"))
-    for folder in (head, merged):
+    assert '"method": "draft_model"' in finished(command(prompts, model, "--draft-layers", "2"))
+    for folder in (head, merged, model):
         report = json.loads((folder / "tune" / "report.json").read_text())
         assert all(cell["tokens_per_step"] > 1 for cell in report["cells"])
     made = load_file(merged / "tune" / "fitted" / "model.safetensors")

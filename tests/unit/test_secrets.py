@@ -215,7 +215,7 @@ def test_a_tuning_keeps_no_secret_in_its_folder(
 ) -> None:
     def settings(rows: int) -> Settings:
         return Settings(
-            "t", "d", None, 1, None, [0.0], 8, 1.0, rows, 1e-3, 8, [16], 1, "auto",
+            "t", "d", None, None, 1, None, [0.0], 8, 1.0, rows, 1e-3, 8, [16], 1, "auto",
             0, engine_arguments={"hf_token": MARKER, "seed": rows},
         )  # fmt: skip
 

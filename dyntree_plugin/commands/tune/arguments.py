@@ -15,7 +15,7 @@ Draft = Annotated[
     shared(
         "--draft",
         "The training begins with it; it must have the target's vocabulary.",
-        show_default="none; with --head a new head",
+        show_default="none; with --head or --draft-layers a new one",
     ),
 ]
 PromptFile = Annotated[
@@ -28,6 +28,15 @@ PromptFile = Annotated[
 ]
 Output = Annotated[
     Path, shared("--output", "A folder; the work of the stages is in tune/ below it.")
+]
+DraftLayers = Annotated[
+    int | None,
+    option(
+        "--draft-layers",
+        "N",
+        "Fit a new draft model, of this many of the target's layers: its first ones, and its last.",
+        min=1,
+    ),
 ]
 Head = Annotated[
     Literal["eagle3"] | None,

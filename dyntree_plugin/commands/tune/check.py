@@ -67,17 +67,21 @@ def _load(settings: Settings, prompts: Prompts, temperature: float) -> Load:
 
 
 def unknown(
-    lessons: Lessons, settings: Settings, machine: Machine, drafts: Drafts
+    lessons: Lessons,
+    settings: Settings,
+    machine: Machine,
+    drafts: Drafts,
+    advance: Callable[[], None],
 ) -> dict[str, Mapping[float, Posterior]]:
     """Return what each draft leaves unknown of the held-out texts, by temperature."""
     shards = lessons.held_out()
     texts = lessons.held_out_texts()
-    return {
-        name: unknown_of.posteriors(
-            _logits(lessons, settings, machine, draft), shards, texts, machine.main
-        )
-        for name, draft in drafts.items()
-    }
+    found = {}
+    for name, draft in drafts.items():
+        logits = _logits(lessons, settings, machine, draft)
+        found[name] = unknown_of.posteriors(logits, shards, texts, machine.main)
+        advance()
+    return found
 
 
 def _logits(lessons: Lessons, settings: Settings, machine: Machine, model: str) -> Logits:

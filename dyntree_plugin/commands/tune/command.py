@@ -25,6 +25,7 @@ def tune(
     *,
     prompt_file: arguments.PromptFile,
     output: arguments.Output,
+    draft_layers: arguments.DraftLayers = None,
     head: arguments.Head = None,
     head_vocabulary: arguments.HeadVocabulary = 32000,
     adapter: arguments.Adapter = None,
@@ -41,7 +42,7 @@ def tune(
     seed: arguments.Seed = 0,
     engine_arguments: arguments.EngineArguments = "{}",
 ) -> None:
-    """Fit a draft or an EAGLE-3 head to its target, on prompts of its users.
+    """Fit a draft or an EAGLE-3 head to its target, or make one, on prompts of its users.
 
     The target continues the prompts in vLLM (write), reads the texts once and keeps its
     probabilities (teach), the draft learns them (fit), and trees on prompts that were held out show
@@ -56,7 +57,7 @@ def tune(
     with reasons.exit_on_mistake("dyntree tune"):
         given = object_of("--engine-arguments", engine_arguments)
         settings = Settings(
-            target, draft, head, head_vocabulary, adapter,
+            target, draft, draft_layers, head, head_vocabulary, adapter,
             list(temperatures or TEMPERATURES), max_tokens, epochs, rows,
             rate or _default_rate(draft, head, adapter), held_out, list(nodes or NODES), batch,
             dtype, seed, engine_arguments=given,
@@ -86,7 +87,16 @@ def _check(settings: Settings) -> None:
     Raises:
         ValueError: if arguments do not go together.
     """
-    if settings.head is None and settings.draft is None:
-        raise ValueError("--draft is missing: give the draft to begin with, or --head eagle3")
+    if not (settings.draft or settings.draft_layers or settings.head):
+        raise ValueError(
+            "--draft is missing: give the draft to begin with, or let one be made: --draft-layers, "
+            "a draft model, or --head eagle3"
+        )
+    if settings.draft_layers is not None:
+        for name in ("draft", "head", "adapter"):
+            if getattr(settings, name) is not None:
+                raise ValueError(
+                    f"--draft-layers goes without --{name}: it makes a new draft model"
+                )
     if settings.head is not None and settings.adapter is not None:
         raise ValueError("--head goes without --adapter: all of a head is trained")

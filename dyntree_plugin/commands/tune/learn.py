@@ -45,11 +45,12 @@ def taught(
 ) -> None:
     """Make the missing shards; ``layers`` as in `teach.distributions`.
 
-    ``keep`` is called with the target, which is loaded only if a shard is missing.
+    ``keep`` is called with the target, and is None if nothing of it has to be kept. The target is
+    loaded only if that or a shard is missing.
     """
     waiting = [part for part in range(parts) if not folder.shard(part).exists()]
     advance(parts - len(waiting))
-    if not waiting and (keep is None or folder.of_target.exists()):
+    if not waiting and keep is None:
         return
     target = models.target_of(settings.target, settings.dtype, machine)
     vocabulary = models.text_config_of(settings.target).vocab_size
@@ -107,9 +108,7 @@ def fitted(lessons: Lessons, settings: Settings, machine: Machine, note: Note) -
     if models.is_there(folder.fitted):
         return
     draft = settings.draft
-    if draft is None:
-        raise ValueError("a draft model is fitted from an existing one")
-    start = models.folder_of(draft)
+    start = folder.begun if draft is None else models.folder_of(draft)
     model, dtype = models.draft_of(start, machine)
     largest = max(lessons.learn().largest, lessons.held_out().largest)
     if largest >= model.config.get_text_config().vocab_size:

@@ -33,14 +33,19 @@ def tokenizer_of(model: str) -> Any:
         return AutoTokenizer.from_pretrained(model)
 
 
+def config_of(model: str) -> Any:
+    with explained(f"the configuration of {model!r} cannot be read"):
+        return AutoConfig.from_pretrained(model)
+
+
 def text_config_of(model: str) -> Any:
     """Return the configuration of a model's text model.
 
     Raises:
         ValueError: if it cannot be read, or says no size of vocabulary and context.
     """
+    config = config_of(model).get_text_config()
     with explained(f"the configuration of {model!r} cannot be read"):
-        config = AutoConfig.from_pretrained(model).get_text_config()
         for name in ("vocab_size", "max_position_embeddings"):
             if not isinstance(getattr(config, name), int):
                 raise TypeError(f"{name} must be an integer")
@@ -84,19 +89,27 @@ def check(target: str, draft: str, tokenizer: Any) -> None:
             f"--draft {draft!r} has {size} tokens: it must have all {tokenizer.vocab_size} of the "
             f"tokenizer of --target {target!r}"
         )
-    config = AutoConfig.from_pretrained(draft)
-    quantised = getattr(config, "quantization_config", None)
-    if quantised:
-        method = dict(quantised).get("quant_method", "a method unknown")
-        raise ValueError(
-            f"--draft {draft!r} is quantised ({method}), and such weights cannot be trained: give "
-            "the model that it was made from"
-        )
+    check_unquantised("--draft", draft)
     ours, theirs = (vocabularies.tokenizer_file(model, None) for model in (target, draft))
     difference = ours and theirs and vocabularies.difference(ours, theirs)
     if difference and difference.share >= vocabularies.UNLIKE_SHARE:
         raise ValueError(
             f"--draft {draft!r} must have the vocabulary of --target {target!r}: {difference}"
+        )
+
+
+def check_unquantised(option: str, model: str) -> None:
+    """Check that a model has weights that can be trained.
+
+    Raises:
+        ValueError: if they are quantised.
+    """
+    quantised = getattr(config_of(model), "quantization_config", None)
+    if quantised:
+        method = dict(quantised).get("quant_method", "a method unknown")
+        raise ValueError(
+            f"{option} {model!r} is quantised ({method}), and such weights cannot be trained: give "
+            "the model that it was made from"
         )
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from transformers.utils import logging
 
-from dyntree_plugin.commands.tune import heads, models, prompts
+from dyntree_plugin.commands.tune import drafts, heads, models, prompts
 from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Folder, Settings
 from dyntree_plugin.commands.tune.tuning import Tuning
@@ -57,6 +57,8 @@ def _prompts(settings: Settings, file: Path, *, chat: bool) -> Prompts:
         models.check_weights(Path(model), "get the model again")
     if settings.head is not None:
         heads.config_of(settings)
+    elif settings.draft_layers is not None:
+        drafts.check(settings, settings.draft_layers)
     elif settings.draft is not None:
         models.check(settings.target, settings.draft, tokenizer)
         context = min(context, models.text_config_of(settings.draft).max_position_embeddings)

@@ -18,7 +18,8 @@ from dyntree_plugin.tune.files import damaged, explained, part_of, whole
 class Settings:
     """Everything that determines the result, given the models.
 
-    ``draft``: None for a new ``head``, which drafts ``head_vocabulary`` tokens. ``adapter``: rank
+    ``draft``: None for a new ``head``, which drafts ``head_vocabulary`` tokens, or for a new draft
+    model of ``draft_layers``. ``adapter``: rank
     of low-rank adapters; None to train all weights. ``temperatures``: used in turn by the prompts.
     ``tokens``: most tokens that the target writes after a prompt. ``rows``: texts per step.
     ``held_out``: prompts that are not learned. ``nodes``: sizes of the trees to compare.
@@ -27,6 +28,7 @@ class Settings:
 
     target: str
     draft: str | None
+    draft_layers: int | None
     head: str | None
     head_vocabulary: int
     adapter: int | None
@@ -64,6 +66,8 @@ class Folder:
         """The losses by step."""
         self.of_target = work / "of-target.safetensors"
         """The target's weights that a head needs."""
+        self.begun = work / "begun"
+        """The folder of the draft model that was cut out of the target."""
         self.fitted = work / "fitted"
         """The folder of the fitted model, until the check has passed."""
 

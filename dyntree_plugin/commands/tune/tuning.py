@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dyntree_plugin.commands.tune import check, heads, learn, models, picture, screen
+from dyntree_plugin.commands.tune import check, drafts, heads, learn, models, picture, screen
 from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
 from dyntree_plugin.commands.tune.write import parts, write
@@ -53,16 +53,18 @@ class Tuning:
             write(self.folder, self.settings, self.prompts, screen.Counter(update))
         layers: tuple[int, ...] = ()
         keep: Any = None
-        if self.settings.head is not None:
-            layers = heads.layers_of(self.settings)
-            keep = partial(heads.keep_of_target, self.folder)
+        folder, settings = self.folder, self.settings
+        if settings.head is not None:
+            layers = heads.layers_of(settings)
+            if not folder.of_target.exists():
+                keep = partial(heads.keep_of_target, folder)
+        elif settings.draft_layers is not None and not models.is_there(folder.begun):
+            keep = partial(drafts.keep_of_target, folder, settings, settings.draft_layers)
         with screen.stage(self.console, "teach", len(every)) as update:
             advance = screen.Counter(update)
-            learn.taught(
-                self.folder, self.settings, self.machine, len(every), layers, advance, keep
-            )
-        vocabulary = models.text_config_of(self.settings.target).vocab_size
-        return learn.Lessons(self.folder, len(every), held_out, vocabulary)
+            learn.taught(folder, settings, self.machine, len(every), layers, advance, keep)
+        vocabulary = models.text_config_of(settings.target).vocab_size
+        return learn.Lessons(folder, len(every), held_out, vocabulary)
 
     def _fit(self, lessons: learn.Lessons) -> None:
         shards = lessons.learn()
@@ -77,12 +79,13 @@ class Tuning:
 
     def _check(self, lessons: learn.Lessons) -> bool:
         began = self.settings.draft
-        drafts = ({} if began is None else {"before": began}) | {"after": str(self.folder.fitted)}
-        total = len(drafts) * len(self.settings.nodes) * len(self.settings.temperatures)
+        both = ({} if began is None else {"before": began}) | {"after": str(self.folder.fitted)}
+        total = len(both) * (len(self.settings.nodes) * len(self.settings.temperatures) + 1)
         with screen.stage(self.console, "check", total) as update:
-            steps = check.measure(self.settings, self.prompts, drafts, screen.Counter(update))
+            advance = screen.Counter(update)
+            steps = check.measure(self.settings, self.prompts, both, advance)
+            unknown = check.unknown(lessons, self.settings, self.machine, both, advance)
         gain = check.gain(None if began is None else steps["before"], steps["after"])
-        unknown = check.unknown(lessons, self.settings, self.machine, drafts)
         self._report(steps, unknown, gain)
         self.console.print(screen.steps_table(steps))
         self.console.print(screen.unknown_table(unknown))

@@ -82,6 +82,7 @@ def test_a_file_that_cannot_serve_is_refused(
     ("words", "said"),
     [
         (["--head", "eagle3", "--adapter", "4"], "--head goes without --adapter"),
+        (["--draft-layers", "1"], "--draft-layers goes without --draft"),
         (["--chat"], "must have a chat template"),
     ],
 )
@@ -89,10 +90,31 @@ def test_arguments_that_do_not_fit_are_refused(words: list[str], said: str, tune
     assert said in refused(tune(*words))
 
 
-def test_a_draft_is_needed_but_for_a_new_head(tune: Tune, begun: list[tuning.Tuning]) -> None:
+@pytest.mark.parametrize("new", [("--head", "eagle3"), ("--draft-layers", "2")])
+def test_a_draft_is_needed_unless_one_is_made(
+    new: tuple[str, str], tune: Tune, begun: list[tuning.Tuning]
+) -> None:
     assert "--draft is missing" in refused(tune(models=(TARGET,)))
-    assert tune("--head", "eagle3", models=(TARGET,)).exit_code == 0
+    assert tune(*new, models=(TARGET,)).exit_code == 0
     assert begun[0].settings.draft is None
+
+
+@pytest.mark.parametrize(
+    ("layers", "change", "said"),
+    [
+        (6, {}, "--draft-layers 6 must be less than 6"),
+        (1, {"layer_types": ["linear_attention"] * 6}, "some are linear_attention: give --draft"),
+        (1, {"quantization_config": {"quant_method": "fp8"}}, "is quantised (fp8)"),
+    ],
+)
+def test_a_target_of_which_no_draft_can_be_made_is_refused(
+    layers: int, change: dict[str, object], said: str, tune: Tune, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(TARGET, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | change))
+    assert said in refused(tune("--draft-layers", str(layers), models=(str(other),)))
 
 
 def test_a_draft_of_another_vocabulary_is_refused(tune: Tune, tmp_path: Path) -> None:

@@ -247,6 +247,34 @@ def test_a_head_has_its_weights_of_the_target_made_again(tmp_path: Path) -> None
     assert file.read_bytes() == before
 
 
+def test_a_new_draft_model_goes_on_from_what_was_cut_out(tmp_path: Path) -> None:
+    layers = ("--draft-layers", "2")
+    out = killed(tmp_path / "out", *layers, draft=None)
+    begun, fitted = out / "tune/begun", out / "tune/fitted"
+    cut(begun / "model.safetensors")
+    assert f"{str(begun)!r} is damaged: delete it" in refused(tune(out, *layers, draft=None))
+    shutil.rmtree(begun)
+    assert tune(out, *layers, draft=None).exit_code == 0
+    made, start, whole = (
+        load_file(folder / "model.safetensors") for folder in (fitted, begun, Path(TARGET))
+    )
+    assert made.keys() == start.keys() < whole.keys()
+    assert start["model.layers.0.mlp.up_proj.weight"].equal(
+        whole["model.layers.0.mlp.up_proj.weight"]
+    )
+    assert not made["model.norm.weight"].equal(start["model.norm.weight"])
+    assert {file.name for file in Path(TARGET).iterdir()} <= {
+        file.name for file in fitted.iterdir()
+    }
+    # Without a kill the weights are the same.
+    again = tmp_path / "again"
+    assert tune(again, *layers, draft=None).exit_code == 0
+    assert (
+        content(again)["tune/fitted/model.safetensors"]
+        == content(out)["tune/fitted/model.safetensors"]
+    )
+
+
 def test_losses_that_are_ahead_of_the_checkpoint_are_measured_again(out: Path) -> None:
     file = out / "tune" / "losses.json"
     there = json.loads(file.read_text())
