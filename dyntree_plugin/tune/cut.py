@@ -39,7 +39,8 @@ def cut(target: PreTrainedModel, keep: Sequence[int]) -> PreTrainedModel:
         RuntimeError: if the weights are not those of its class with fewer layers.
     """
     config = cut_config(target.config, keep)
-    draft: Any = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
+    of_class: Any = AutoModelForCausalLM
+    draft = of_class.from_config(config, dtype=target.dtype)
     weights = {}
     for name, weight in target.state_dict().items():
         place = _OF_LAYER.fullmatch(name)

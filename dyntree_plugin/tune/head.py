@@ -9,8 +9,8 @@ import torch
 
 from dyntree_plugin.tune.eagle import Head
 from dyntree_plugin.tune.losses import within
-from dyntree_plugin.tune.optimize import Batch, Loss
-from dyntree_plugin.tune.shards import WEIGHTS, Shards
+from dyntree_plugin.tune.optimize import Loss
+from dyntree_plugin.tune.shards import WEIGHTS, Batch, Shards
 
 STEPS = 5
 """Steps of the training-time test: tokens that a head drafts one after another."""
