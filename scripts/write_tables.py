@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.acceptance import bound, report
 from dyntree_plugin.commands.bench import table
 from dyntree_plugin.commands.bench.results import Result, read
 from dyntree_plugin.commands.bench.summary import Row, rows
@@ -28,29 +27,30 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 
-SOURCES = ("code", "prose", "edit", "retrieval", "conversation")
-"""Workloads on which sources of candidates are compared."""
-
-
-DRAWN = tuple(
-    f"{kind}-{temperature}"
-    for kind in ("drawn-trees", "drawn-chains", "coupled-trees")
-    for temperature in ("0.6", "1")
-)
-"""Results of the laboratory on the same prompts."""
-
-
-def _acceptance(name: str) -> str:
-    return report.markdown_table(_result(name))
-
-
-def _result(name: str) -> report.Result:
-    loaded: report.Result = json.loads((RESULTS / f"{name}.json").read_text())
-    return loaded
-
 
 def _speed(name: str) -> str:
-    return table.markdown_table(read(RESULTS / f"{name}.json"))
+    """Show every cell of a result, with half of the range over the rounds, in one table."""
+    result = read(RESULTS / f"{name}.json")
+    columns = {f"T {c.temperature:g}, batch {c.batch}": rows(result, c) for c in result.cells()}
+    lines = [f"| tokens/step, ms/token, tokens/s | {' | '.join(columns)} |"]
+    lines.append("|---|" + "---:|" * len(columns))
+    for engine in result.engines:
+        found = (_row_of(each, engine.name) for each in columns.values())
+        lines.append(f"| {engine.name} | {' | '.join(map(_figures, found))} |")
+    return "\n".join(lines)
+
+
+def _row_of(found: Iterable[Row], engine: str) -> Row | None:
+    return next((row for row in found if row.series.engine == engine), None)
+
+
+def _figures(row: Row | None) -> str:
+    if row is None:
+        return table.NONE
+    return (
+        f"{row.tokens_per_step or 1:.2f}, {table.with_spread(row.tpot_ms)}, "
+        f"{row.tokens_per_second.median:.1f}"
+    )
 
 
 def _speed_ups(name: str) -> str:
@@ -92,19 +92,6 @@ def _speed_up(result: Result, row: Row | None) -> str:
         return f"{text} ({name.rpartition(' of ')[2]})"
     lost = table.loses(row.over_first) or table.loses(row.over_chain)
     return f"**{text}**" if table.has_trees(result, row) and lost else text
-
-
-def _of_sources() -> str:
-    """Compare what proposes candidates by tokens per step at temperature 0 with 16 nodes."""
-    methods = ("chain", "coupled, calibrated", "… with look-up", "pool with look-up")
-    methods += ("look-up alone", "vLLM's n-gram from 1")
-    lines = [f"| | {' | '.join(methods)} |", "|---|" + "---:|" * len(methods)]
-    for name in SOURCES:
-        cells = [line.split(" | ") for line in _acceptance(f"sources-{name}-cpu").splitlines()]
-        column = cells[0].index("T=0, 16 nodes")
-        values = {each[0].removeprefix("| "): each[column] for each in cells if len(each) > 1}
-        lines.append(f"| {name} | {' | '.join(values[method] for method in methods)} |")
-    return "\n".join(lines)
 
 
 def _tokens_per_step(*names: str) -> str:
@@ -298,13 +285,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "options": option_pages.markdown_tables,
     "metrics": names.markdown_table,
     "rules": pairs.markdown_table,
-    "acceptance": lambda: _acceptance("acceptance-cpu"),
-    "drawn_trees": lambda: report.drawn_markdown([_result(f"{name}-cpu") for name in DRAWN]),
-    "bound": lambda: bound.table(_result("bound-cpu")["bounds"]),
-    "bound_head": lambda: bound.table(_result("bound-eagle3-cpu")["bounds"]),
-    "posterior": lambda: report.posterior_markdown(_result("posterior-cpu")),
-    "sources": _of_sources,
-    **{f"sources_{name}": partial(_acceptance, f"sources-{name}-cpu") for name in SOURCES},
     **{
         f"speed_{name}": partial(_speed_ups, file)
         for name, file in {
@@ -319,8 +299,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": _peers,
     "serve_zen5": lambda: _speed("serve-llama-1b-zen5"),
     "serve_zen5_chains": lambda: _speed("serve-llama-1b-zen5-chains"),
-    "serve_without_amx": lambda: _speed("serve-llama-1b-without-amx"),
-    "serve_eleven_chains": lambda: _speed("serve-llama-1b-eleven-chains"),
     "tokens_block": lambda: _tokens_per_step("tokens-block"),
     "tokens_block_chains": lambda: _tokens_per_step("tokens-block-chains"),
     "serve_block_chains": lambda: _speed("serve-llama-1b-block-chains"),

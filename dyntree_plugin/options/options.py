@@ -191,7 +191,7 @@ class DynTreeOptions(BaseModel):
         min_length=1,
         max_length=MOST_CHILDREN,
         description="For growth sequoia: how often the target takes a node's first child, its "
-        "second, …; `python -m benchmarks.acceptance.positional` measures it.",
+        "second, …; `python -m benchmarks.positional` measures it.",
         json_schema_extra={"derived": "none; growth sequoia needs it"},
     )
     attention: Literal["auto", "flashinfer", "triton"] = Field(

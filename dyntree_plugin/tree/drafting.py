@@ -1,4 +1,4 @@
-"""The drafting loop: the same for every device, for captured graphs and for the laboratory."""
+"""The drafting loop: the same for every device and for captured graphs."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import pytest
 import torch
+from reference.traversal import traverse
 
-from benchmarks.acceptance.traversal import traverse
 from dyntree_kernels.contracts import BatchRows, DraftDistributions
 from dyntree_kernels.cpu.gumbel import gumbel_noise
 from dyntree_kernels.drawn import DecideTrees, DrawnTrees

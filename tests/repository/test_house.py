@@ -42,7 +42,7 @@ def too_long(source: str) -> set[str]:
 
 
 def test_the_sources_are_found() -> None:
-    assert {"options.py", "contracts.py", "verifying.py"} <= {path.name for path in SOURCES}
+    assert {"options.py", "contracts.py", "shapes.py"} <= {path.name for path in SOURCES}
     assert {"test_house.py", "write_tables.py", "offline.py", "generate.py"} <= {
         path.name for path in BESIDE
     }

@@ -1,4 +1,4 @@
-"""Write a result as tables in Markdown, and the sentences of all tables."""
+"""The texts of a result's tables, and the sentences below them."""
 
 from __future__ import annotations
 
@@ -13,36 +13,9 @@ from dyntree_plugin.commands.bench.summary import (
     fallback_shares,
     in_single_pieces,
     is_longest,
-    rows,
 )
 
 NONE = "–"
-
-
-def markdown_table(result: Result) -> str:
-    """Return every cell and the notes in Markdown; losses are marked "(loses)"."""
-    lines = []
-    for cell in result.cells():
-        columns = _columns(result)
-        lines += [
-            f"**{cell.title}**",
-            "",
-            f"| | {' | '.join(columns)} |",
-            "|---|" + "---:|" * len(columns),
-        ]
-        for row in rows(result, cell):
-            texts = [f"{text} (loses)" if lost else text for text, lost in row_cells(result, row)]
-            lines.append(f"| {row.series.engine} | {' | '.join(texts)} |")
-        lines += ["", *(f"{line}\n" for line in remarks(result, cell))]
-    lines += [f"- {note}" for note in result.notes]
-    return "\n".join(lines).strip() + "\n"
-
-
-def _columns(result: Result) -> tuple[str, ...]:
-    return (
-        "tokens /step", "ms /step", "ms /token", "tokens /s", f"× {result.engines[0].name}",
-        "× best chain", "other tokens",
-    )  # fmt: skip
 
 
 def has_trees(result: Result, row: Row) -> bool:

@@ -63,7 +63,7 @@ def test_a_documented_command_line_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["dyntree bench serve --requests 4", "python -m benchmarks.acceptance --tokens 64"]
+    "line", ["dyntree bench serve --requests 4", "python -m benchmarks.serve --plots plots"]
 )
 def test_old_names_are_found(line: str) -> None:
     (words,) = commands(f"```\n{line}\n```")

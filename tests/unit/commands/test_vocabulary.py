@@ -14,7 +14,6 @@ import pytest
 import typer
 from command_lines import of_commands, ran
 
-from benchmarks.acceptance import command as acceptance
 from benchmarks.serve import __main__ as serve
 from dyntree_plugin import cli
 from dyntree_plugin.commands.bench import prompts
@@ -36,10 +35,7 @@ def of_function(function: Any) -> typer.Typer:
     return app
 
 
-SCRIPTS = {
-    "acceptance": acceptance.app,
-    "serve": serve.app,
-}
+SCRIPTS = {"serve": serve.app}
 
 
 def functions(app: typer.Typer, name: str = "") -> Iterator[tuple[str, Any]]:

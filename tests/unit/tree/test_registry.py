@@ -1,6 +1,6 @@
 """A growth and a rule that only the registry knows can be used everywhere.
 
-They are grown, verified, selected by options, shown, and tried in the laboratory.
+They are grown, verified and selected by options.
 """
 
 from __future__ import annotations

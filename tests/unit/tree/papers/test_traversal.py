@@ -17,6 +17,8 @@ from exactness import (
     grow_every_way,
     of_best_tokens,
 )
+from reference import traversal
+from reference.traversal import Traversal, traverse
 from test_exactness import (
     ALL_MODELS,
     BIASED,
@@ -32,8 +34,6 @@ from test_exactness import (
     shape,
 )
 
-from benchmarks.acceptance import traversal
-from benchmarks.acceptance.traversal import Traversal, traverse
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.papers.without_replacement import next_draw_law
 from dyntree_plugin.tree.registry import plan_growth
