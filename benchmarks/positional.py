@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -46,17 +47,17 @@ def shares(
     return [round(share, 4) for share in levelled[levelled > 0].tolist()]
 
 
-def main(models: Sequence[str]) -> None:
-    if len(models) not in (0, 2):
+def main(given: Sequence[str]) -> None:
+    if len(given) not in (0, 2):
         raise SystemExit(__doc__)
-    names = models or target_and_draft()
+    names = given or target_and_draft()
     tokenizer = AutoTokenizer.from_pretrained(names[0])
     prompts = [tokenizer.encode(text) for text in held_out_prompts(PROMPTS, seed=SEED)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target, draft = (
-        AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device).eval()
-        for name in names
-    )
+    models: list[Any] = [
+        AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for name in names
+    ]
+    target, draft = (model.to(device).eval() for model in models)
     sys.stdout.write(",".join(map(str, shares(target, draft, prompts, TOKENS))) + "\n")
 
 

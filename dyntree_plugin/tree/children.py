@@ -87,11 +87,6 @@ class ChildPicker:
         self._perturb = perturb
         self.estimate = estimate
 
-    @property
-    def max_depth(self) -> int:
-        """The depth of the deepest node of a tree."""
-        return self._plan.shape.max_depth
-
     def __call__(
         self, logits: torch.Tensor, rows: DraftRows, all_greedy: bool, asked: Asked | None = None
     ) -> Children:

@@ -32,42 +32,15 @@ class Slot(NamedTuple):
     value: float
 
 
-def topk(draft: Draft, shape: TreeShape, room: int, least: float = 0.0) -> list[Slot]:
-    """Grow best-first with a dictionary of candidates, one expansion at a time.
-
-    ``room`` is the number of the request's scratch columns. Nodes are in order of falling value.
-    """
-    values: dict[Path, float] = {}
-    opened: set[Path] = set()
-
-    def expand(path: Path, value: float) -> None:
-        probabilities = draft(path)
-        tokens = sorted(range(len(probabilities)), key=lambda y: -probabilities[y])
-        for token in tokens[: shape.children]:
-            values[(*path, token)] = value * probabilities[token]
-
-    expand((), 1.0)
-    for forward in range(shape.max_depth - 1):
-        closed = [path for path in values if path not in opened]
-        chosen = sorted(closed, key=lambda path: -values[path])[: shape.width]
-        for column, path in enumerate(chosen, start=forward * shape.width):
-            opened.add(path)
-            if column < room:
-                expand(path, values[path])
-    best = sorted(values, key=lambda path: -values[path])
-    best = [path for rank, path in enumerate(best) if rank == 0 or values[path] >= least]
-    return [Slot(path, values[path], values[path]) for path in best[: shape.node_budget]]
-
-
-class Grafted(NamedTuple):
-    """A node of a reference tree with a trie: its path, and the log of its value."""
+class Valued(NamedTuple):
+    """A node of a best-first tree: its path, and the log of its value."""
 
     path: Path
     value: float
 
 
-class GraftedTopK:
-    """Best-first growth from a trie and a draft, with a dictionary of edges.
+class TopK:
+    """Best-first growth from a draft and perhaps a trie, with a dictionary of edges.
 
     ``log_draft`` gives log D(· | x, path), or is None where no draft runs. ``trie`` holds the log
     chance of every node's edge by its path. Where the draft runs, the edges of the trie's nodes
@@ -91,7 +64,7 @@ class GraftedTopK:
         self.trie = frozenset(self.edges)
         self.opened: set[Path] = {()}
 
-    def tree(self) -> list[Grafted]:
+    def tree(self) -> list[Valued]:
         """Grow, and return the nodes in order of falling value."""
         if self.log_draft is not None:
             self.expand(())
@@ -104,7 +77,7 @@ class GraftedTopK:
                 column += width
         best = sorted(self.existing(), key=lambda path: -self.value(path))
         kept = [p for n, p in enumerate(best) if n == 0 or self.value(p) >= self.least]
-        return [Grafted(path, self.value(path)) for path in kept[: self.shape.node_budget]]
+        return [Valued(path, self.value(path)) for path in kept[: self.shape.node_budget]]
 
     def frontier(self, width: int, first: int) -> list[Path]:
         """Return the nodes to expand in columns from ``first``: the ``width`` most valuable nodes

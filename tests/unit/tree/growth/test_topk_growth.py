@@ -1,15 +1,15 @@
-"""Best-first growth against a plain reference with a dictionary and a loop."""
+"""What best-first trees are good for, chains among them, and what a malformed tree is."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import replace
 
 import pytest
 import torch
-from growing import VOCAB, assert_tree, draft_of, grow
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from reference import growths
+from growing import VOCAB, grow, log_probs_after
+from reference.growths import TopK
 
 from dyntree_plugin.tree.children import top_children
 from dyntree_plugin.tree.growth import GrowthConfig
@@ -18,62 +18,19 @@ from dyntree_plugin.tree.registry import plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import TokenTree
 
-shapes = st.builds(
-    TreeShape,
-    node_budget=st.integers(1, 40),
-    max_depth=st.integers(1, 6),
-    width=st.integers(1, 5),
-    children=st.integers(1, 5),
-)
-
-
-def grow_topk(seeds: list[int], shape: TreeShape, room: list[int] | None = None) -> TokenTree:
-    return grow(plan_growth(GrowthConfig("topk"), shape), seeds, room)
-
-
-@settings(max_examples=30, deadline=None)
-@given(shapes, st.lists(st.integers(0, 10_000), min_size=1, max_size=3))
-def test_batched_growth_makes_the_trees_of_the_reference(shape: TreeShape, seeds: list[int]):
-    tree = grow_topk(seeds, shape)
-    tree.check()
-    for row, seed in enumerate(seeds):
-        assert_tree(tree, row, growths.topk(draft_of(seed), shape, shape.scratch_slots))
-
-
-@settings(max_examples=30, deadline=None)
-@given(shapes, st.integers(0, 10_000), st.integers(0, 12))
-def test_a_request_with_little_room_expands_no_further_and_keeps_its_other_nodes(
-    shape: TreeShape, seed: int, room: int
-):
-    tree = grow_topk([seed, seed], shape, [room, shape.scratch_slots])
-    tree.check()
-    assert_tree(tree, 0, growths.topk(draft_of(seed), shape, room))
-    assert_tree(tree, 1, growths.topk(draft_of(seed), shape, shape.scratch_slots))
-
-
-@settings(max_examples=30, deadline=None)
-@given(shapes, st.integers(0, 10_000), st.sampled_from([0.01, 0.1, 0.5, 1.0]))
-def test_nodes_below_the_least_value_are_left_out_but_for_the_roots_first_child(
-    shape: TreeShape, seed: int, least: float
-):
-    tree = grow(plan_growth(GrowthConfig("topk", least), shape), [seed])
-    tree.check()
-    assert_tree(tree, 0, growths.topk(draft_of(seed), shape, shape.scratch_slots, least))
-
 
 def test_no_other_tree_over_the_candidates_has_more_value():
     shape = TreeShape(node_budget=4, max_depth=3, width=3, children=2)
     for seed in range(20):
-        everything = growths.topk(
-            draft_of(seed), TreeShape(10_000, shape.max_depth, shape.width, shape.children), 99
-        )
-        probability = {node.path: node.value for node in everything}
+        whole = replace(shape, node_budget=10_000)
+        everything = TopK(lambda p, s=seed: log_probs_after(s, p).tolist(), whole, 99, {}).tree()
+        probability = {node.path: math.exp(node.value) for node in everything}
         best = max(
             sum(probability[p] for p in nodes)
             for nodes in itertools.combinations(probability, shape.node_budget)
             if all(p[:-1] in nodes or len(p) == 1 for p in nodes)
         )
-        tree = grow_topk([seed], shape)
+        tree = grow(plan_growth(GrowthConfig("topk"), shape), [seed])
         assert float(tree.values.exp().sum()) == pytest.approx(best)
 
 
