@@ -368,7 +368,7 @@ def allocate(
 class Walk(Protocol):
     """Accepts the paths that the target's samples follow, for all requests in one call.
 
-    `tree/match.py` has the same rule in plain torch.
+    `tests/reference/match.py` has the same rule in plain torch.
     """
 
     def __call__(self, batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) -> None:

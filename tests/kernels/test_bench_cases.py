@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="the benchmark runs Triton kernels")
 
+from reference.match import match
+
 from benchmarks.kernels import on_cuda
 from benchmarks.kernels.cases import walk_batch
-from dyntree_plugin.tree.match import match
 
 
 def test_the_walk_that_is_timed_accepts_heavy_paths_to_their_ends() -> None:

@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import pytest
 import torch
+from reference.learning import LearningEstimate, outcomes
 from tree_shapes import random_tree
 
 from dyntree_kernels.contracts import KINDS, LOOK_UP
 from dyntree_kernels.learning import Learn, Regression
-from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes
 
 SLOTS, DEPTH = 7, 5
 
@@ -46,7 +46,7 @@ class LearnChecks:
     tolerance: ClassVar[float]
     lessons: ClassVar[int] = 20
 
-    def regression_of(self, estimate: AcceptanceEstimate) -> Regression:
+    def regression_of(self, estimate: LearningEstimate) -> Regression:
         own = estimate.regression
         return Regression(*(each.clone().to(self.device) for each in own[:5]), *own[5:])
 
@@ -57,7 +57,7 @@ class LearnChecks:
         self.learn(regression, *(each.to(self.device) for each in of_trees), slots, classes)
 
     def compare(
-        self, requests: int, nodes: int, compiled: AcceptanceEstimate, tensors: AcceptanceEstimate
+        self, requests: int, nodes: int, compiled: LearningEstimate, tensors: LearningEstimate
     ) -> Regression:
         """Raise if the two differ after they have seen the same lessons."""
         g = torch.Generator().manual_seed(requests)
@@ -76,8 +76,8 @@ class LearnChecks:
 
     @pytest.mark.parametrize(("requests", "nodes"), [(1, 1), (3, 16), (7, 65)])
     def test_it_learns_what_the_estimate_does(self, requests: int, nodes: int) -> None:
-        start = AcceptanceEstimate("cpu").weights
-        estimates = (AcceptanceEstimate("cpu", memory=50.0) for _ in range(2))
+        start = LearningEstimate("cpu").weights
+        estimates = (LearningEstimate("cpu", memory=50.0) for _ in range(2))
         learned = self.compare(requests, nodes, *estimates).weights.cpu()
         if nodes > 1:
             moved = (learned[: 3 * KINDS] - start[: 3 * KINDS]).abs().amax(dim=1) > 0.01
@@ -89,12 +89,12 @@ class LearnChecks:
         """Control of the test above."""
         with pytest.raises(AssertionError):
             self.compare(
-                3, 16, AcceptanceEstimate("cpu", memory=50.0), AcceptanceEstimate("cpu", memory)
+                3, 16, LearningEstimate("cpu", memory=50.0), LearningEstimate("cpu", memory)
             )
 
     def of_look_up(self, arrays: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return what one lesson teaches of candidates of kind `LOOK_UP`."""
-        regression = self.regression_of(AcceptanceEstimate("cpu"))
+        regression = self.regression_of(LearningEstimate("cpu"))
         self.learn_from(regression, arrays)
         parts = (regression.weights, regression.information.flatten(1))
         return torch.cat(parts, dim=1)[LOOK_UP::KINDS].cpu()
@@ -109,7 +109,7 @@ class LearnChecks:
         assert (swapped - learned).abs().amax(dim=1)[:3].min() > 0.01
 
     def test_a_kind_without_nodes_fades_to_its_prior(self) -> None:
-        prior = AcceptanceEstimate("cpu", memory=8.0)
+        prior = LearningEstimate("cpu", memory=8.0)
         regression, g = self.regression_of(prior), torch.Generator().manual_seed(0)
         regression.weights[LOOK_UP::KINDS] = torch.tensor([-5.0, 0.0, 0.0]).to(self.device)
         for _ in range(15):
@@ -122,7 +122,7 @@ class LearnChecks:
         assert (weights[LOOK_UP + KINDS :: KINDS, 0] == -5).all()
 
     def test_what_is_not_finite_makes_its_regression_begin_anew(self) -> None:
-        fresh, g = AcceptanceEstimate("cpu"), torch.Generator().manual_seed(0)
+        fresh, g = LearningEstimate("cpu"), torch.Generator().manual_seed(0)
         regression = self.regression_of(fresh)
         for _ in range(9):
             self.learn_from(regression, lesson(7, 16, g))
@@ -141,7 +141,7 @@ class LearnChecks:
 
     def test_arrays_that_are_not_dense_are_refused(self) -> None:
         arrays = lesson(2, 4, torch.Generator().manual_seed(0))
-        regression = self.regression_of(AcceptanceEstimate("cpu"))
+        regression = self.regression_of(LearningEstimate("cpu"))
         for at in (1, 2):  # kinds, parents
             with pytest.raises(ValueError, match="dense"):
                 self.learn_from(regression, (*arrays[:at], arrays[at].t(), *arrays[at + 1 :]))

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from reference.match import match
 from tree_shapes import chain
 
 from dyntree_kernels.ancestors import ancestor_bits
@@ -26,7 +27,6 @@ from dyntree_kernels.contracts import (
     Walked,
     allocate,
 )
-from dyntree_plugin.tree.match import match
 
 VOCAB = 3
 MECHANISMS = (

@@ -12,6 +12,7 @@ import itertools
 from dataclasses import dataclass, replace
 
 import torch
+from reference.match import match
 from tries import Grafting
 
 from dyntree_kernels.ancestors import unpack_bits
@@ -19,7 +20,6 @@ from dyntree_kernels.tries import Trie
 from dyntree_plugin.tree.children import drawn_children, sampled_children, top_children
 from dyntree_plugin.tree.growth import Frontier, GrowthPlan
 from dyntree_plugin.tree.growth.topk import TopKGrowth
-from dyntree_plugin.tree.match import match
 from dyntree_plugin.tree.papers.drawn import DrawnRule, Odds
 from dyntree_plugin.tree.token_tree import Draws, TokenTree
 

@@ -1,8 +1,8 @@
 """Accept the paths that the target's samples follow, in one launch on the device.
 
-`tree/match.py` has the same rule in plain torch. One program holds one request's tree in its
-registers: all nodes first compare their token with the sample at their parent, and then the walk
-needs no memory.
+`tests/reference/match.py` has the same rule in plain torch. One program holds one request's tree
+in its registers: all nodes first compare their token with the sample at their parent, and then the
+walk needs no memory.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"

@@ -10,8 +10,8 @@ from fractions import Fraction
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.match import match
 
-from dyntree_plugin.tree.match import match
 from dyntree_plugin.tree.token_tree import Accepted, TokenTree
 
 Path = tuple[int, ...]

@@ -8,18 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.learning import LearningEstimate, outcomes
+from reference.match import match
 
 from dyntree_kernels.ancestors import ancestor_bits
 from dyntree_kernels.contracts import DRAFT, KINDS, LOOK_UP
-from dyntree_plugin.tree.match import match
-from dyntree_plugin.tree.value import (
-    CLASSES,
-    FEATURES,
-    AcceptanceEstimate,
-    features,
-    outcomes,
-    temperature_class,
-)
+from dyntree_plugin.tree.value import CLASSES, FEATURES, features, temperature_class
 
 VOCAB, KEPT, REQUESTS = 64, 4, 16
 HOT = 4
@@ -64,15 +58,15 @@ def classes_of(temperature_class: int) -> torch.Tensor:
 
 
 def learn(
-    estimate: AcceptanceEstimate, beta: float, steps: int, of: int = 0, seed: int = 0
-) -> AcceptanceEstimate:
+    estimate: LearningEstimate, beta: float, steps: int, of: int = 0, seed: int = 0
+) -> LearningEstimate:
     for step in range(steps):
         seen = judge(beta, seed + step)
         estimate.observe(seen.features, DRAFT, seen.all, seen.taken, classes_of(of))
     return estimate
 
 
-def calibration_error(estimate: AcceptanceEstimate, beta: float, of: int = 0) -> float:
+def calibration_error(estimate: LearningEstimate, beta: float, of: int = 0) -> float:
     """Return the expected calibration error against the true chances, with 15 bins of equal
     width."""
     seen = judge(beta, seed=10_000, parents=200)
@@ -85,31 +79,31 @@ def calibration_error(estimate: AcceptanceEstimate, beta: float, of: int = 0) ->
 
 @pytest.mark.parametrize("beta", [0.3, 1.5])
 def test_it_becomes_calibrated_whatever_the_noise_between_draft_and_target(beta: float):
-    estimate = learn(AcceptanceEstimate("cpu"), beta, steps=60)
+    estimate = learn(LearningEstimate("cpu"), beta, steps=60)
     assert calibration_error(estimate, beta) < 0.025
 
 
 @pytest.mark.parametrize("beta", [0.3, 1.5])
 def test_what_it_has_not_observed_it_does_not_know(beta: float):
     """Control: without observations, the draft's probability stays, and stays wrong."""
-    assert calibration_error(AcceptanceEstimate("cpu"), beta) > 0.05
+    assert calibration_error(LearningEstimate("cpu"), beta) > 0.05
 
 
 def test_it_starts_as_the_draft_probability():
     log_probs = torch.randn(3, 5, VOCAB).log_softmax(dim=-1).topk(KEPT, dim=-1).values
-    stated = AcceptanceEstimate("cpu").log_chance(features(log_probs), torch.tensor([0, 1, 5]))
+    stated = LearningEstimate("cpu").log_chance(features(log_probs), torch.tensor([0, 1, 5]))
     torch.testing.assert_close(stated, log_probs, atol=1e-4, rtol=1e-4)
 
 
 def test_it_follows_a_workload_that_changes():
-    estimate = learn(AcceptanceEstimate("cpu", memory=2048.0), 0.3, steps=60)
+    estimate = learn(LearningEstimate("cpu", memory=2048.0), 0.3, steps=60)
     surprised = calibration_error(estimate, 1.5)
     learn(estimate, 1.5, steps=60, seed=500)
     assert calibration_error(estimate, 1.5) < 0.03 < 0.15 < surprised
 
 
 def test_what_it_forgets_it_forgets_at_the_same_addresses():
-    new, estimate = AcceptanceEstimate("cpu").regression, AcceptanceEstimate("cpu")
+    new, estimate = LearningEstimate("cpu").regression, LearningEstimate("cpu")
     kept = learn(estimate, 3.0, 20).regression
     assert not torch.equal(kept.weights, new.weights)
     estimate.forget()
@@ -117,7 +111,7 @@ def test_what_it_forgets_it_forgets_at_the_same_addresses():
 
 
 def test_temperatures_learn_apart():
-    estimate = AcceptanceEstimate("cpu")
+    estimate = LearningEstimate("cpu")
     for step in range(60):
         cold, hot = judge(0.3, step), judge(1.5, step + 500)
         pairs = zip(vars(cold).values(), vars(hot).values(), strict=True)
@@ -138,12 +132,12 @@ def test_a_temperature_has_one_class_and_only_greedy_has_the_first():
 def test_a_batch_teaches_what_its_requests_teach_together():
     """The requests of one step are one observation, whatever their order."""
     seen = judge(0.5, seed=1)
-    forward, backward = AcceptanceEstimate("cpu"), AcceptanceEstimate("cpu")
+    forward, backward = LearningEstimate("cpu"), LearningEstimate("cpu")
     forward.observe(seen.features, DRAFT, seen.all, seen.taken, classes_of(0))
     turned = seen.features.flip(0), DRAFT, seen.all, seen.taken.flip(0)
     backward.observe(*turned, classes_of(0))
     torch.testing.assert_close(forward.weights, backward.weights)
-    again = AcceptanceEstimate("cpu")
+    again = LearningEstimate("cpu")
     again.observe(seen.features, DRAFT, seen.all, seen.taken, classes_of(0))
     assert torch.equal(forward.weights, again.weights), (
         "the ranks of an engine must agree bit by bit"
@@ -154,15 +148,15 @@ def test_nodes_that_were_not_judged_teach_nothing():
     seen = judge(0.5, seed=1)
     judged = seen.all.clone()
     judged[:, ::2] = False
-    expected, estimate = AcceptanceEstimate("cpu"), AcceptanceEstimate("cpu")
+    expected, estimate = LearningEstimate("cpu"), LearningEstimate("cpu")
     expected.observe(seen.features, DRAFT, judged, seen.taken & judged, classes_of(0))
     spoilt = torch.where(judged[:, :, None], seen.features, float("nan"))
     estimate.observe(spoilt, DRAFT, judged, seen.taken | ~judged, classes_of(0))
     assert torch.equal(estimate.weights, expected.weights)
-    assert not torch.equal(estimate.weights, AcceptanceEstimate("cpu").weights)
+    assert not torch.equal(estimate.weights, LearningEstimate("cpu").weights)
 
 
-def of_kind(estimate: AcceptanceEstimate, kind: int) -> torch.Tensor:
+def of_kind(estimate: LearningEstimate, kind: int) -> torch.Tensor:
     """Return all that is known of one kind, a row for each class."""
     parts = (estimate.weights, estimate.information.flatten(1))
     return torch.cat(parts, dim=1)[kind::KINDS].clone()
@@ -175,20 +169,20 @@ def test_kinds_learn_apart():
     foreign = kinds != LOOK_UP
 
     def learned(features: torch.Tensor, kinds: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-        estimate = AcceptanceEstimate("cpu")
+        estimate = LearningEstimate("cpu")
         estimate.observe(features, kinds, seen.all, taken, classes_of(HOT))
         return of_kind(estimate, LOOK_UP)
 
     expected = learned(seen.features, kinds, seen.taken)
     spoilt = seen.features.masked_fill(foreign[:, :, None], float("nan"))
     assert torch.equal(learned(spoilt, kinds, seen.taken ^ foreign), expected)
-    assert torch.equal(expected[:HOT], of_kind(AcceptanceEstimate("cpu"), LOOK_UP)[:HOT])
+    assert torch.equal(expected[:HOT], of_kind(LearningEstimate("cpu"), LOOK_UP)[:HOT])
     swapped = learned(seen.features, (kinds + 1) % KINDS, seen.taken)
     assert (swapped - expected)[HOT].abs().max() > 0.01
 
 
 def test_a_candidate_is_worth_what_its_kind_has_learned():
-    estimate = AcceptanceEstimate("cpu")
+    estimate = LearningEstimate("cpu")
     estimate.weights += torch.linspace(0, 1, CLASSES * KINDS)[:, None]
     x, of = torch.randn(3, 5, KEPT, FEATURES), torch.tensor([0, 5, 2])
     kinds = torch.randint(KINDS, (3, 5, KEPT), dtype=torch.int8)
@@ -201,7 +195,7 @@ def test_a_candidate_is_worth_what_its_kind_has_learned():
     assert torch.equal(by_node, estimate.log_chance(x, of, kinds[:, :, :1].expand_as(kinds)))
 
 
-class Unexplored(AcceptanceEstimate):
+class Unexplored(LearningEstimate):
     """Learns nothing of a kind that has no judged node: no request counts for it."""
 
     def _observe(self, kind, features, judged, taken, classes):
@@ -209,8 +203,8 @@ class Unexplored(AcceptanceEstimate):
             super()._observe(kind, features, judged, taken, classes)
 
 
-@pytest.mark.parametrize("kind_of_estimate", [AcceptanceEstimate, Unexplored])
-def test_a_kind_that_trees_leave_out_gets_another_try(kind_of_estimate: type[AcceptanceEstimate]):
+@pytest.mark.parametrize("kind_of_estimate", [LearningEstimate, Unexplored])
+def test_a_kind_that_trees_leave_out_gets_another_try(kind_of_estimate: type[LearningEstimate]):
     """An estimate may fall so low that growth keeps no node of the kind. Without the count of
     requests it stays there, as the control shows."""
     estimate = kind_of_estimate("cpu", memory=256.0)
@@ -235,7 +229,7 @@ def test_no_state_and_no_score_makes_a_value_that_is_no_chance(
     """Values are finite and at most 0 for any weights and scores, and right again after one
     step."""
     generator = torch.Generator().manual_seed(seed)
-    estimate = AcceptanceEstimate("cpu")
+    estimate = LearningEstimate("cpu")
     estimate.weights[:] = torch.tensor(weights)
     log_probs = torch.randn(2, 3, VOCAB, generator=generator).log_softmax(-1).topk(KEPT).values
     log_probs[0, 0, 1:] = float("-inf")
@@ -279,25 +273,3 @@ def test_outcomes_agree_with_the_walk(seed: int, nodes: int):
             break
     assert taken[0].nonzero().flatten().tolist() == sorted(visited[1:])
     assert judged[0].tolist() == [int(p) in visited for p in parents[0]]
-
-
-@pytest.mark.gpu
-def test_nothing_waits_for_the_device():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    estimate = AcceptanceEstimate("cuda")
-    seen = judge(0.5, seed=1)
-    x, judged, taken = seen.features.cuda(), seen.all.cuda(), seen.taken.cuda()
-    of = classes_of(0).cuda()
-    parents = torch.full_like(taken, -1, dtype=torch.int64)
-    path = parents[:, :3].clone()
-    kinds = torch.zeros_like(taken, dtype=torch.int8)
-    estimate.observe(x, kinds, judged, taken, of)  # the first call loads libraries
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        outcomes(parents, path, judged)
-        estimate.observe(x, kinds, judged, taken, temperature_class(of.float()))
-        stated = estimate.log_chance(features(-x[..., 0].abs()), of, kinds)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert stated.isfinite().all()
