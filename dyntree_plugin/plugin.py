@@ -23,8 +23,9 @@ def register() -> None:
     """Teach this process's vLLM the dyntree options.
 
     vLLM may call it several times in one process; only the first call has an effect. An engine
-    whose configuration has no dyntree options behaves as without the plugin, but for two things:
-    processes may use a CPU's AMX, and the log says why workers have died.
+    whose configuration has no dyntree options behaves as without the plugin, but for three things:
+    processes may use a CPU's AMX, the log says why workers have died, and on a CPU programs that
+    have imported numba start and end.
     """
     from dyntree_plugin import amx, signals
     from dyntree_plugin.admission import versions

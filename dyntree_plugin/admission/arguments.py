@@ -11,7 +11,7 @@ from typing import Any
 
 from dyntree_plugin.admission import draft_methods
 from dyntree_plugin.admission.check import Refused, unserved_method
-from dyntree_plugin.admission.model_files import speculation_of
+from dyntree_plugin.admission.model_files import speculation_of, unreadable
 from dyntree_plugin.options.methods import OF_TARGET, WITH_DRAFT
 from dyntree_plugin.options.options import NAMESPACE, DynTreeOptions
 
@@ -89,6 +89,8 @@ def _draft_refusals(arguments: Any, error: Exception) -> Iterator[str]:
         method, model = "mtp", model or arguments.model
     if not isinstance(model, str) or method not in (None, *WITH_DRAFT):
         return
+    if any(unreadable(arguments)):
+        return  # `reasons.of_model_files` yields it.
     if reason := _draft_problem(model, method):
         yield reason
         return
@@ -125,12 +127,7 @@ def _draft_problem(model: str, method: str | None) -> str | None:
     if not file.is_file():
         other = (folder / "params.json").is_file()  # Mistral's
         return None if other else f"model={model!r} has no config.json; name the draft's folder"
-    try:
-        config = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        return f"model={model!r}: {file} is not JSON ({error}); get the draft again"
-    if not isinstance(config, dict):
-        return f"model={model!r}: {file} is not a JSON object; get the draft again"
+    config = json.loads(file.read_bytes())
     if (unknown := draft_methods.speculators_refusal(config)) is not None:
         return f"model={model!r}: {unknown}"
     own = draft_methods.of_file(config).get("method")

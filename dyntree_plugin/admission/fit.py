@@ -40,8 +40,8 @@ _ONE_MODULE = (
     "Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP", "InternS2MobiusMTP", "ExaoneMoeMTP",
     "Exaone4_5_MTP",
 )  # fmt: skip
-"""vLLM's classes of MTP that have one module if the configuration does not say how many. Of the
-other classes vLLM gives the number itself, or reads it and finds none."""
+"""vLLM's MTP classes that assume one module if the configuration gives no number. Every other class
+either gets its number from vLLM or needs it in the configuration."""
 
 _OF_HEADS = ("fc.", "encoder.fc.", "midlayer.", "eagle_linear.")
 """Names of weights that join a token's embedding and hidden states, and of EAGLE-3's layer."""
@@ -101,7 +101,8 @@ def misfits_beside_first(speculation: Any) -> Iterator[str]:
 
 
 def _of_other_weights(speculation: Any, names: Collection[str]) -> str | None:
-    """Say that a head is given as a whole model or the reverse, where both have the same class."""
+    """Say that a whole model is given as a head, or a head as a whole model, where the architecture
+    does not tell them apart."""
     method, draft = speculation.method, speculation.draft_model_config
     config = draft.hf_config
     head = any(name.startswith(_OF_HEADS) for name in names)
@@ -149,6 +150,8 @@ def _size(option: str, speculation: Any, size: int) -> Iterator[str]:
 def _without_module(speculation: Any) -> str | None:
     draft = speculation.draft_model_config
     counted = getattr(draft.hf_config, "n_predict", 1) is not None
+    # GLM-OCR's class reads the number there, and vLLM's configuration does not.
+    counted |= bool(getattr(draft.hf_text_config, "num_nextn_predict_layers", None))
     if speculation.method != "mtp" or counted or draft.architecture in _ONE_MODULE:
         return None
     return (

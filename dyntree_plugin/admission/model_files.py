@@ -45,6 +45,8 @@ def nonpositive_sizes(model_config: Any) -> dict[str, int]:
         "kv_heads": model_config.get_total_num_kv_heads(),
         "head_dim": model_config.get_head_size(),
     }
+    if model_config.runner_type == "draft":  # vLLM counts 0 layers of modules that have one.
+        del sizes["num_hidden_layers"]
     return {name: size for name, size in sizes.items() if size < 1}
 
 

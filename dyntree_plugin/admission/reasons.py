@@ -19,6 +19,13 @@ from dyntree_plugin.secrets import hidden
 MISTAKES = (ValueError, NotImplementedError, OSError)
 """Exceptions that vLLM and dyntree raise for a user's mistake."""
 
+_READING = (
+    "transformers", "vllm.transformers_utils", "vllm.config.model", "vllm.config.speculative",
+)  # fmt: skip
+"""Modules that read a config.json, and those below them."""
+_PATCHES = "dyntree_plugin.engine.patches"
+"""The module whose functions stand in for vLLM's, and call these."""
+
 _not_logged = ContextVar("the running command shows the reasons itself", default=False)
 
 
@@ -40,13 +47,15 @@ def of(error: Exception) -> list[str]:
 def of_model_files(arguments: Any, error: Exception) -> list[str]:
     """Return reasons in the models' files for an error that ``arguments`` of an engine led to.
 
-    An error that does not say what to mend, and is not ours, is one that vLLM or Transformers
-    raises on what a config.json has.
+    An error that is neither a user's mistake nor ours, and comes from where vLLM or Transformers
+    read a config.json, is taken to come from what the file has.
     """
     found = list(unreadable(arguments))
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    ours = str(frame.f_globals.get("__name__")).startswith("dyntree_")
-    if found or ours or isinstance(error, (*MISTAKES, ImportError)):
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
+    read = any(each.startswith(_READING) for each in modules)
+    ours = any(each.startswith("dyntree_plugin.") and each != _PATCHES for each in modules)
+    if found or ours or not read or isinstance(error, (*MISTAKES, ImportError)):
         return found
     models = " and ".join(repr(model) for _, model in models_of(arguments))
     return [

@@ -195,10 +195,10 @@ def admit_numba() -> None:
     """Let workers on a CPU start where numba is imported, and programs end:
     ``Platform.register_triton_kernel_overrides``, and when ``weakref.finalize`` runs.
 
-    Why: the first looks into every module, and fails on llvmlite's, which a program or a package
-    may have imported before (docs/upstream.md). vLLM ends its processes by finalizers, and at exit
-    multiprocessing waits for these processes; what was registered first comes last. Remove when
-    vLLM skips what it cannot read, and ends its processes otherwise.
+    Why: the first fails if llvmlite is loaded, because it calls ``vars()`` on every attribute of
+    every module (docs/upstream.md). At exit, handlers run in reverse order of registration. If
+    numba was imported first, multiprocessing waits for vLLM's processes before the finalizers that
+    end them have run. Remove when vLLM skips what it cannot read, and ends its processes otherwise.
     """
     from vllm.platforms import current_platform
 
@@ -213,13 +213,14 @@ def admit_numba() -> None:
 
         return classmethod(register_triton_kernel_overrides)
 
+    if not current_platform.is_cpu():
+        return
     if "llvmlite" in sys.modules:  # It has a finalizer, made before multiprocessing was imported.
         run_at_exit: Any = weakref.finalize
         import_module("multiprocessing.util")
         atexit.unregister(run_at_exit._exitfunc)
         atexit.register(run_at_exit._exitfunc)
-    if current_platform.is_cpu():
-        _replace(type(current_platform), "register_triton_kernel_overrides", hiding_llvmlite)
+    _replace(type(current_platform), "register_triton_kernel_overrides", hiding_llvmlite)
 
 
 def reserve_scratch_slots() -> None:

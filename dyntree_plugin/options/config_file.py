@@ -32,7 +32,11 @@ def _read(path: str) -> Any:
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            keys = [
+                self.construct_object(key, deep=True)
+                for key, _ in node.value
+                if key.tag != "tag:yaml.org,2002:merge"
+            ]
             twice = next((key for at, key in enumerate(keys) if key in keys[:at]), None)
             if twice is not None:
                 raise ValueError(f"has the key {twice!r} twice: give it once")

@@ -82,13 +82,14 @@ def path_of(vllm_config: VllmConfig, *measured: object) -> Path | None:
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     try:
         settings = vllm_config.compute_hash(), repr(envs.compile_factors())
-    except TypeError:  # Some of additional_config is not JSON.
+        of_model = model.hf_config.to_json_string()
+    except TypeError:  # Some of additional_config, or of the model's configuration, is not JSON.
         return None
     parts = (
         (platform.machine(), cpu(), sorted(cores), torch.get_num_threads()),
         (current_platform.get_device_name(), str(current_platform.get_device_capability())),
         (packages(), _sources(), sorted(variables.items())),
-        (settings, model.hf_config.to_json_string(), str(model.dtype), model.enforce_eager),
+        (settings, of_model, str(model.dtype), model.enforce_eager),
         (str(plan), repr(asked_attention(vllm_config)), measured),
     )
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -210,6 +210,8 @@ def test_a_module_must_be_of_the_targets_size(build: Build, model_folder: Folder
     target = model_folder("target", **WITH_MODULE)
     assert admitted(build, "mtp", None, model=target).method == "mtp"
     assert admitted(build, "mtp", target, model=target).method == "mtp"
+    uncounted = {k: v for k, v in WITH_MODULE.items() if k != "num_nextn_predict_layers"}
+    assert admitted(build, "mtp", None, model=model_folder("plain", **uncounted)).method == "mtp"
     other = model_folder("other", **WITH_MODULE | {"hidden_size": 128})
     assert "hidden_size (target, draft)=(64, 128)" in refused(build, "mtp", other, model=target)
 
@@ -292,10 +294,10 @@ def test_a_path_from_which_vllm_takes_another_method_is_refused(
 FILES: dict[str, tuple[str | None, str]] = {
     "no file": (None, "has no config.json"),
     "no JSON": ("{", "is not JSON"),
-    "a list": ("[]", "is not a JSON object"),
-    "null": ("null", "is not a JSON object"),
-    "a text": ('"eagle3"', "is not a JSON object"),
-    "deep": ("[" * 100_000, "is not JSON"),
+    "a list": ("[]", "must be a JSON object"),
+    "null": ("null", "must be a JSON object"),
+    "a text": ('"eagle3"', "must be a JSON object"),
+    "deep": ("[" * 100_000, "is nested too deeply"),
 }
 
 

@@ -58,6 +58,19 @@ def test_other_errors_of_vllm_are_left_alone(build: Build) -> None:
         build(max_model_len=100_000)
 
 
+def test_errors_from_elsewhere_than_a_models_files_are_left_alone(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    def fail(_: EngineArgs) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(EngineArgs, "create_model_config", fail)
+    with pytest.raises(RuntimeError, match=r"^no such device$"):
+        build()
+
+
 def test_a_further_draft_is_named_with_its_option(
     build: Build, model_folder: Callable[..., str]
 ) -> None:

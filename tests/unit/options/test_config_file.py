@@ -47,7 +47,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, told: st
 def test_what_vllm_reads_is_left_to_it(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(
-        "dyntree: &same {width: 2}\nport: 8001\nmore: *same\nlist: [1]\nday: 2020-01-01"
+        "dyntree: &same {width: 2}\nport: 8001\nmore: *same\nlist: [1]\nday: 2020-01-01\n"
+        "again: {<<: *same, children: 3}"
     )
     for arguments in ([], ["--config"], ["model", "--config", str(path)]):
         config_file.check(arguments)
