@@ -301,6 +301,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_zen5_chains": lambda: _speed("serve-llama-1b-zen5-chains"),
     "tokens_block": lambda: _tokens_per_step("tokens-block"),
     "tokens_block_chains": lambda: _tokens_per_step("tokens-block-chains"),
+    "tokens_drawn_chain": lambda: _tokens_per_step("tokens-drawn-chain-of-8"),
     "serve_block_chains": lambda: _speed("serve-llama-1b-block-chains"),
     "serve_block_chains_64": lambda: _speed("serve-llama-1b-block-chains-64"),
     "serve_drawn": lambda: _speed("serve-llama-1b-drawn"),
