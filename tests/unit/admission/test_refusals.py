@@ -118,7 +118,8 @@ def test_every_refusal_of_the_tables_is_tested() -> None:
     of_speculation = (*refusals.SPECULATION_REFUSALS, *refusals.DRAFT_REFUSALS)
     # `test_blocks_admitted` has the other one, which depends on the method.
     assert {r.option for r in of_speculation} == SPECULATION.keys() | {"parallel_drafting"}
-    assert {r.option for r in refusals.MODEL_REFUSALS} == MODEL.keys()
+    # `test_model_files` has the sizes.
+    assert {r.option for r in refusals.MODEL_REFUSALS} == MODEL.keys() | {"sizes"}
 
 
 def test_what_vllm_keeps_of_its_own_drawn_chains_is_left_out(
