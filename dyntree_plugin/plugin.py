@@ -29,7 +29,7 @@ def register() -> None:
     """
     from dyntree_plugin import amx, signals
     from dyntree_plugin.admission import versions
-    from dyntree_plugin.engine import patches
+    from dyntree_plugin.engine import numba_first, patches
 
     if versions.is_cpu_build():
         amx.ask()
@@ -39,7 +39,7 @@ def register() -> None:
     if versions.version_refusal() is None:
         patches.refuse_before_vllm()
         patches.select_v2_runner()
-        patches.admit_numba()
+        numba_first.admit_numba()
         patches.reserve_scratch_slots()
         patches.widen_compile_range()
         patches.admit_sampling_parameters()

@@ -6,14 +6,10 @@ A second call of a function changes nothing, and engines without dyntree options
 from __future__ import annotations
 
 import argparse
-import atexit
 import functools
 import inspect
-import sys
-import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.admission import arguments, check, reasons
@@ -69,7 +65,7 @@ def add_flag() -> None:
 
         return staticmethod(add_cli_args)
 
-    _replace(EngineArgs, "add_cli_args", adding_flag)
+    replace(EngineArgs, "add_cli_args", adding_flag)
 
 
 def admit_configs(admit: Admit, configure_scheduler: ConfigureScheduler) -> None:
@@ -96,7 +92,7 @@ def admit_configs(admit: Admit, configure_scheduler: ConfigureScheduler) -> None
 
         return classmethod(check_and_update_config)
 
-    _replace(type(current_platform), "check_and_update_config", admitting)
+    replace(type(current_platform), "check_and_update_config", admitting)
 
 
 def refuse_before_vllm() -> None:
@@ -147,8 +143,8 @@ def refuse_before_vllm() -> None:
 
         return verify_equal_vocab_size_if_draft_model
 
-    _replace(EngineArgs, "create_engine_config", explaining)
-    _replace(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", without_trees)
+    replace(EngineArgs, "create_engine_config", explaining)
+    replace(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", without_trees)
 
 
 def _name_method(engine_arguments: EngineArgs) -> None:
@@ -187,40 +183,8 @@ def select_v2_runner() -> None:
 
         return _validate_v2_model_runner
 
-    _replace(VllmConfig, "use_v2_model_runner", choosing_v2)
-    _replace(VllmConfig, "_validate_v2_model_runner", without_triton)
-
-
-def admit_numba() -> None:
-    """Let workers on a CPU start where numba is imported, and programs end:
-    ``Platform.register_triton_kernel_overrides``, and when ``weakref.finalize`` runs.
-
-    Why: the first fails if llvmlite is loaded, because it calls ``vars()`` on every attribute of
-    every module (docs/upstream.md). At exit, handlers run in reverse order of registration. If
-    numba was imported first, multiprocessing waits for vLLM's processes before the finalizers that
-    end them have run. Remove when vLLM skips what it cannot read, and ends its processes otherwise.
-    """
-    from vllm.platforms import current_platform
-
-    def hiding_llvmlite(stock: Any) -> Any:
-        @functools.wraps(stock.__func__)
-        def register_triton_kernel_overrides(cls: Any) -> None:
-            if "llvmlite.binding.ffi" in sys.modules:
-                from vllm_cpu_runner import hide_llvmlite_from_kernel_scan
-
-                hide_llvmlite_from_kernel_scan()
-            stock.__func__(cls)
-
-        return classmethod(register_triton_kernel_overrides)
-
-    if not current_platform.is_cpu():
-        return
-    if "llvmlite" in sys.modules:  # It has a finalizer, made before multiprocessing was imported.
-        run_at_exit: Any = weakref.finalize
-        import_module("multiprocessing.util")
-        atexit.unregister(run_at_exit._exitfunc)
-        atexit.register(run_at_exit._exitfunc)
-    _replace(type(current_platform), "register_triton_kernel_overrides", hiding_llvmlite)
+    replace(VllmConfig, "use_v2_model_runner", choosing_v2)
+    replace(VllmConfig, "_validate_v2_model_runner", without_triton)
 
 
 def reserve_scratch_slots() -> None:
@@ -244,7 +208,7 @@ def reserve_scratch_slots() -> None:
 
         return property(num_lookahead_tokens)
 
-    _replace(VllmConfig, "num_lookahead_tokens", reserving_scratch)
+    replace(VllmConfig, "num_lookahead_tokens", reserving_scratch)
 
 
 def widen_compile_range() -> None:
@@ -268,7 +232,7 @@ def widen_compile_range() -> None:
 
         return set_compile_ranges
 
-    _replace(VllmConfig, "_set_compile_ranges", widening)
+    replace(VllmConfig, "_set_compile_ranges", widening)
 
 
 def admit_sampling_parameters() -> None:
@@ -290,7 +254,7 @@ def admit_sampling_parameters() -> None:
 
         return _validate_spec_decode
 
-    _replace(SamplingParams, "_validate_spec_decode", admitting)
+    replace(SamplingParams, "_validate_spec_decode", admitting)
 
 
 def fit_requests() -> None:
@@ -323,7 +287,7 @@ def fit_requests() -> None:
 
         return process_inputs
 
-    _replace(InputProcessor, "process_inputs", fitting)
+    replace(InputProcessor, "process_inputs", fitting)
 
 
 def carry_tree_stats() -> None:
@@ -361,7 +325,7 @@ def log_drafts_alone() -> None:
 
         return observe
 
-    _replace(SpecDecodingLogging, "observe", with_drafts)
+    replace(SpecDecodingLogging, "observe", with_drafts)
 
 
 def cut_at_stop_strings() -> None:
@@ -398,11 +362,11 @@ def cut_at_stop_strings() -> None:
 
         return update_scheduler_stats
 
-    _replace(OutputProcessor, "_update_stats_from_finished", ending)
-    _replace(OutputProcessor, "update_scheduler_stats", correcting)
+    replace(OutputProcessor, "_update_stats_from_finished", ending)
+    replace(OutputProcessor, "update_scheduler_stats", correcting)
 
 
-def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
+def replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
     """Set ``owner.name`` to ``make`` of the stock attribute; a second call does nothing."""
     marker = f"_{NAMESPACE}_replaced_{name}"
     if marker not in vars(owner):

@@ -66,6 +66,7 @@ LAYERS = (
         "dyntree_plugin.engine.scheduler",
         "dyntree_plugin.engine.stage",
         "dyntree_plugin.engine.patches",
+        "dyntree_plugin.engine.numba_first",
         "dyntree_plugin.engine.worker",
     ),
     ("dyntree_plugin.engine.cpu", "dyntree_plugin.engine.cuda"),
