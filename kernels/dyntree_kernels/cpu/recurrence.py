@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from dyntree_kernels.cpu.compiled import compiled
-from dyntree_kernels.cpu.simd import LANES, as_numpy, from_float, to_float
+from dyntree_kernels.cpu.simd import LANES, as_numpy, from_float, to_float, towards_zero
 from dyntree_kernels.cpu.threads import use_torch_threads
 from dyntree_kernels.recurrence import TreeStates
 
@@ -181,19 +181,21 @@ def gated_delta_rule(
 
 
 @compiled(fastmath={*_FUSED, "reassoc"})
-def _space_token(src, dst, like, x, b, c, dt, decay, skip, out):
+def _space_token(src, dst, like, cut, x, b, c, dt, decay, skip, out):
     """Take a head's state src [P, N] to dst by a token, and write its output [P]."""
     for i in range(len(x)):
         total = _ZERO
         for j in range(len(b)):
             s = src[i, j] * decay + b[j] * x[i] * dt
             total += s * c[j]
-            dst[i, j] = to_float(from_float(s, like))
+            dst[i, j] = to_float(from_float(towards_zero(s) if cut else s, like))
         out[i] = total + x[i] * skip
 
 
 @compiled(parallel=True, nogil=True)
-def _state_space(states, slots, starts, above, own, keep, x, dt, a, b, c, d, dt_bias, out, space):
+def _state_space(
+    states, slots, starts, above, own, keep, x, dt, a, b, c, d, dt_bias, out, space, cut
+):  # fmt: skip
     threads, heads = space.shape[0], x.shape[1]
     group = heads // b.shape[1]
     for thread in numba.prange(threads):
@@ -213,7 +215,7 @@ def _state_space(states, slots, starts, above, own, keep, x, dt, a, b, c, d, dt_
                     left[j] = to_float(b[t, h // group, j])
                     right[j] = to_float(c[t, h // group, j])
                 _space_token(
-                    held[above[t]], held[own[t]], state[0, 0], value, left, right, step, decay,
+                    held[above[t]], held[own[t]], state[0, 0], cut, value, left, right, step, decay,
                     to_float(d[h]), result,
                 )  # fmt: skip
                 for j in range(len(value)):
@@ -232,6 +234,8 @@ def state_space(
     c: torch.Tensor,
     d: torch.Tensor,
     dt_bias: torch.Tensor,
+    *,
+    cut: bool = False,
 ) -> torch.Tensor:
     """Run T tokens through Mamba-2's state space of H heads.
 
@@ -244,6 +248,7 @@ def state_space(
         dt: [T, H].
         a, d, dt_bias: [H].
         b, c: [T, G, N], with H a multiple of G.
+        cut: whether states in bfloat16 are rounded towards zero instead of to the nearest.
 
     Returns:
         [T, H, P], of x's type.
@@ -251,7 +256,8 @@ def state_space(
     out = torch.empty(x.shape, dtype=x.dtype)
     space = _space(order, states, x.numel() * b.shape[2])
     read = _dense(x, dt, a, b, c, d, dt_bias)
-    _state_space(*_places(order, states), *read, as_numpy(out), space)
+    toward_zero = cut and states.dtype == torch.bfloat16
+    _state_space(*_places(order, states), *read, as_numpy(out), space, toward_zero)
     return out
 
 

@@ -100,6 +100,17 @@ def from_float(typingctx: Any, x: Any, like: Any) -> Any:
 
 
 @intrinsic
+def towards_zero(typingctx: Any, x: Any) -> Any:
+    """Return `x`, a float32, rounded to a bfloat16 towards zero."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.and_(builder.bitcast(args[0], _I32), ir.Constant(_I32, -0x10000))
+        return builder.bitcast(bits, _F32)
+
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
 def widen(typingctx: Any, dst: Any, i: Any, j: Any, src: Any, at: Any) -> Any:
     """Assign to_float(src[at : at + LANES]) to dst[i, j : j + LANES].
 

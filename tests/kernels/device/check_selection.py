@@ -115,9 +115,8 @@ def test_without_ancestor_bits_rows_select_others() -> None:
 
 def test_arrays_without_dense_rows_are_refused() -> None:
     may = selectable(trees())
-    with pytest.raises(
-        ValueError, match=r"logits .* must be 2-D and contiguous in the last dimension"
-    ):
+    dense = "must be 2-D and contiguous in the last dimension"
+    with pytest.raises(ValueError, match=f"logits .* {dense}"):
         may.hide(torch.zeros(POSITIONS, 65, device=DEVICE).mT)
-    with pytest.raises(ValueError, match=r"selected .* must have two dimensions"):
+    with pytest.raises(ValueError, match=f"selected .* {dense}"):
         may.drop(torch.zeros(4, dtype=torch.int32, device=DEVICE))
