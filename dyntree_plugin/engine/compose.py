@@ -9,8 +9,8 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBuffers
 
 from dyntree_kernels.contracts import Drawing, GrowthSettings, StepGrowth
-from dyntree_plugin.engine.papers.draw_store import DrawStore
-from dyntree_plugin.engine.papers.drawn_samples import DrawnSamples, SamplesWalk
+from dyntree_plugin.engine.drawn.samples import DrawnSamples, SamplesWalk
+from dyntree_plugin.engine.drawn.store import DrawStore
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
 from dyntree_plugin.engine.papers.walk import DrawnWalk
 from dyntree_plugin.engine.step.draft import Drafter, Ranking

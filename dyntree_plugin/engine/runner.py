@@ -24,17 +24,16 @@ from vllm.v1.worker.utils import clear_layer_kv_caches
 
 from dyntree_plugin.admission.request_limits import wrap_seeds
 from dyntree_plugin.engine.agreement import agreement_of
-from dyntree_plugin.engine.budget.kept_costs import costs_at_start
 from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.configuration import uses_adaptive_budget
 from dyntree_plugin.engine.drafts.base import TreeProposals
 from dyntree_plugin.engine.drafts.drafters import drafter_for
 from dyntree_plugin.engine.drafts.look_up import TextLookUp
+from dyntree_plugin.engine.drawn.store import DrawStore
 from dyntree_plugin.engine.fallback import chain_reason
 from dyntree_plugin.engine.grammar.drafted import DraftGrammars, InTurn
 from dyntree_plugin.engine.grammar.drafts import RecentDrafts
 from dyntree_plugin.engine.grammar.tries import GrammarTries
-from dyntree_plugin.engine.papers.draw_store import DrawStore
 from dyntree_plugin.engine.sampling.parameters import TreeParameters
 from dyntree_plugin.engine.sampling.processors import (
     ProcessorsOnTrees,
@@ -43,6 +42,7 @@ from dyntree_plugin.engine.sampling.processors import (
 )
 from dyntree_plugin.engine.sampling.ranking import TargetRanking
 from dyntree_plugin.engine.stage import TreeStage
+from dyntree_plugin.engine.start.kept_costs import costs_at_start
 from dyntree_plugin.engine.step.clock import StageTimes
 from dyntree_plugin.engine.step.count import report
 from dyntree_plugin.engine.step.draft import Ranking
@@ -97,8 +97,8 @@ class TreeRunnerMixin(TreeStage):
         self.chained = torch.full((self.max_num_reqs + 1,), self._chains, device=device)
         self.grammars = self.make_grammars()
         draws = None
-        if plan.reads_laws:
-            draws = DrawStore(self.max_num_reqs, plan, vocabulary, device, self.ops.law_size)
+        if plan.reads_distributions:
+            draws = DrawStore(self.max_num_reqs, plan, vocabulary, device, self.ops.kept_tokens)
         self.compose = Composer(
             trees=self.trees,
             draws=draws,

@@ -118,7 +118,7 @@ class TreePlan:
         return self.shape.forwards if self.draws else 0
 
     @property
-    def reads_laws(self) -> bool:
+    def reads_distributions(self) -> bool:
         """Whether verification reads the target's distributions, and not its draws alone."""
         return self.reads_draws or self.draws
 

@@ -25,8 +25,8 @@ def mixture(logits: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     if len(logits) == 1:
         return logits[0]
-    laws = [each.float().log_softmax(dim=1) for each in logits]
-    return reduce(torch.logaddexp, laws) - math.log(len(laws))
+    each_draft = [each.float().log_softmax(dim=1) for each in logits]
+    return reduce(torch.logaddexp, each_draft) - math.log(len(each_draft))
 
 
 def apart(logits: Sequence[torch.Tensor], requests: int) -> torch.Tensor:

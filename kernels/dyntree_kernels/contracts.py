@@ -124,13 +124,13 @@ class Drawing(NamedTuple):
     Whether a node is kept depends on what was known before its draw: nodes have their values by
     then, and a node is worth less than its parent and its elder siblings.
 
-    ``laws`` gets the distribution of every expansion. ``origins`` int64 [slots, N] gets the
+    ``distributions`` gets that of every expansion. ``origins`` int64 [slots, N] gets the
     expansion that each node was drawn in. ``seeds`` returns the seeds of the noise of expansions
     int64 [E, 1], int64 [E, R], from those of R requests. The position of the noise is the root's,
     and its tokens are places in the distribution. ``chains``: whether every node has one child.
     """
 
-    laws: DraftDistributions
+    distributions: DraftDistributions
     origins: torch.Tensor
     seeds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     chains: bool = False

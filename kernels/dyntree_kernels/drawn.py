@@ -30,7 +30,7 @@ import torch
 
 from dyntree_kernels.contracts import BatchRows, DraftDistributions
 
-LAW_SIZES = {"cpu": 1024, "cuda": 64}
+KEPT_TOKENS = {"cpu": 1024, "cuda": 64}
 """By device: most tokens of a draft's distribution that nodes are drawn from. Each takes 8 bytes,
 and on CUDA a program holds all of them."""
 
@@ -50,13 +50,13 @@ the residual would emit tokens of chance 0."""
 class DrawnTrees(NamedTuple):
     """How the trees of R requests of a batch were drawn, and the seeds of the noise that decides.
 
-    ``laws`` and ``origins`` as in `Drawing`. ``counts`` int64 [slots]: nodes of the trees.
+    ``distributions`` and ``origins`` as in `Drawing`. ``counts`` int64 [slots]: nodes of the trees.
     ``accepting`` int64 [R]: seeds of the noise that accepts nodes, by row of the tree. ``emitting``
     int64 [R]: seeds of the noise that draws the token after them. The position of all noise is the
     root's. ``parents`` int64 [slots, N].
     """
 
-    laws: DraftDistributions
+    distributions: DraftDistributions
     counts: torch.Tensor
     accepting: torch.Tensor
     emitting: torch.Tensor
@@ -88,8 +88,8 @@ def check(rows: BatchRows, logits: torch.Tensor, trees: DrawnTrees) -> torch.Ten
     """Return the forbidden nodes, if every array has dense rows; see `DecideTrees`."""
     if rows.forbidden is None:
         raise ValueError("the decision needs a place for the nodes that it forbids")
-    laws, *others = trees
-    whole = (rows.sampled, rows.ids, rows.positions, rows.forbidden, *laws, *others)
+    distributions, *others = trees
+    whole = (rows.sampled, rows.ids, rows.positions, rows.forbidden, *distributions, *others)
     if not all(each.is_contiguous() for each in whole):
         raise ValueError("the decision reads dense arrays")
     if rows.requests.stride(1) != 1 or logits.stride(1) != 1:

@@ -5,7 +5,7 @@ The engine imports this with the option ``worker_extension_cls``.
 
 from __future__ import annotations
 
-from dyntree_kernels.drawn import LAW_SIZES
+from dyntree_kernels.drawn import KEPT_TOKENS
 from dyntree_plugin.engine.cpu.ops import CPUOps
 
 
@@ -13,4 +13,4 @@ class Extension:
     """Adds nothing; vLLM wants a class."""
 
 
-CPUOps.law_size = LAW_SIZES["cuda"]
+CPUOps.kept_tokens = KEPT_TOKENS["cuda"]

@@ -20,7 +20,7 @@ def compiled(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, li
 
 class NotedEngine(Engine):
     def __init__(self, arguments: dict[str, Any]) -> None:
-        from dyntree_plugin.engine.rehearsal import rehearse
+        from dyntree_plugin.engine.start.rehearsal import rehearse
 
         self._rehearsed: list[str] = []
 

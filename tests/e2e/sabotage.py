@@ -198,16 +198,17 @@ def always_accepted(runner: Any) -> Iterator[None]:
     An adaptive budget verifies all of them, whatever a step costs on this machine.
     """
     from dyntree_plugin.engine.budget.by_tree import TreeBudget
-    from dyntree_plugin.engine.papers import drawn_samples, walk
+    from dyntree_plugin.engine.drawn import samples
+    from dyntree_plugin.engine.papers import walk
 
-    trees = drawn_samples.DrawnTrees
+    trees = samples.DrawnTrees
 
     def offered_less(laws: Any, *others: Any) -> Any:
         return trees(laws._replace(chances=1e-6 * laws.chances), *others)
 
     with (
         mock.patch.object(walk, "uniform", torch.zeros_like),
-        mock.patch.object(drawn_samples, "DrawnTrees", offered_less),
+        mock.patch.object(samples, "DrawnTrees", offered_less),
         mock.patch.object(TreeBudget, "cut", lambda _, values, counts, drawn=None: counts),
         mock.patch.object(TreeBudget, "drafting_pays", return_value=True),
     ):

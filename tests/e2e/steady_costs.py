@@ -43,7 +43,7 @@ def assumed_if(asked: bool) -> Iterator[None]:
 def measure_once_if_fixed(arguments: Mapping[str, Any]) -> None:
     """Let an engine with these arguments of ``LLM`` run each step once to measure it, if its budget
     is fixed: then nothing but a metric reads the costs."""
-    from dyntree_plugin.engine.budget import step_costs
+    from dyntree_plugin.engine.start import step_costs
 
     options = arguments.get("additional_config", {}).get("dyntree", {})
     repetitions = _repetitions()
@@ -52,6 +52,6 @@ def measure_once_if_fixed(arguments: Mapping[str, Any]) -> None:
 
 @cache
 def _repetitions() -> int:
-    from dyntree_plugin.engine.budget.step_costs import REPETITIONS
+    from dyntree_plugin.engine.start.step_costs import REPETITIONS
 
     return REPETITIONS

@@ -140,7 +140,9 @@ class Case:
             tokens = rows.ids[root + 1 : root + 1 + count].long()
             log_draft = torch.zeros(count + 1, self.logits.shape[1], dtype=torch.float64)
             for node in range(count):
-                offered, chances = (each[slot, trees.origins[slot, node]] for each in trees.laws)
+                offered, chances = (
+                    each[slot, trees.origins[slot, node]] for each in trees.distributions
+                )
                 row, known = log_draft[parents[node] + 1], offered >= 0
                 row.fill_(-torch.inf)[offered[known].long()] = chances[known].double().log()
             target = self.logits[top : top + count + 1].double().softmax(1)
@@ -209,9 +211,9 @@ class DrawnChecks:
         """Nothing is left of the residual then, and the chance to pass is no number."""
         case = Case.of(20, 0.0, chains=True)
         trees, rows = case.trees, case.rows
-        only = torch.where(torch.arange(trees.laws.tokens.shape[2]) == 0, 1.0, 0.0)
+        only = torch.where(torch.arange(trees.distributions.tokens.shape[2]) == 0, 1.0, 0.0)
         laws = DraftDistributions(
-            trees.laws.tokens.clone(), only.expand_as(trees.laws.chances).clone()
+            trees.distributions.tokens.clone(), only.expand_as(trees.distributions.chances).clone()
         )
         laws.tokens[:, :, 1:] = -1
         logits, ids = torch.full_like(case.logits, -torch.inf), rows.ids.clone()
@@ -221,15 +223,15 @@ class DrawnChecks:
                 logits[top + row, laws.tokens[slot, origin, 0]] = 3.0
                 if row < drafts:
                     ids[root + 1 + row] = laws.tokens[slot, origin, 0]
-        sure = Case(rows._replace(ids=ids), logits, trees._replace(laws=laws))
+        sure = Case(rows._replace(ids=ids), logits, trees._replace(distributions=laws))
         sampled, _ = self.decided(sure)
         assert sure.lengths(sampled)[5:] == sure.verified[5:].tolist()
 
     def test_a_rejection_that_rounding_brings_about_emits_from_the_target(self) -> None:
         case = Case.of(20, 0.0, chains=True)
         # The draft says more of every token than the target does.
-        laws = case.trees.laws._replace(chances=case.trees.laws.chances * 1.5)
-        more = replace(case, trees=case.trees._replace(laws=laws))
+        laws = case.trees.distributions._replace(chances=case.trees.distributions.chances * 1.5)
+        more = replace(case, trees=case.trees._replace(distributions=laws))
         sampled, _ = self.decided(more)
         rejected = torch.tensor(more.lengths(sampled)[5:]) == 0
         emitted = sampled[more.rows.requests[5:, 1]][rejected]
@@ -239,11 +241,11 @@ class DrawnChecks:
     def test_the_comparison_notices_other_noise_and_another_law(self) -> None:
         case, trees = USUAL, USUAL.trees
         wanted, _ = case.in_torch()
-        rolled = trees.laws._replace(chances=trees.laws.chances.roll(1, dims=2))
+        rolled = trees.distributions._replace(chances=trees.distributions.chances.roll(1, dims=2))
         for other in (
             trees._replace(accepting=trees.accepting + 1),
             trees._replace(emitting=trees.emitting + 1),
-            trees._replace(laws=rolled),
+            trees._replace(distributions=rolled),
         ):
             assert not torch.equal(self.decided(replace(case, trees=other))[0], wanted)
 

@@ -13,7 +13,7 @@ from dyntree_kernels.ancestors import unpack_bits
 from dyntree_kernels.contracts import Drawing, GrowthSettings, RequestParams, RowBuffers, StepGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.tries import Trie
-from dyntree_plugin.engine.papers.draw_store import DrawStore
+from dyntree_plugin.engine.drawn.store import DrawStore
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
 from dyntree_plugin.engine.step.rows import GrowthMemory
 from dyntree_plugin.engine.step.trees import TreeStore

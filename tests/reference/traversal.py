@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dyntree_plugin.tree.papers.without_replacement import next_draw_law
+from dyntree_plugin.tree.papers.without_replacement import next_draw_chances
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def traverse(
         above, token = parents[:, node] + 1, tokens[:, node : node + 1]
         here = (node < counts)[:, None]
         ratio, p = passes[request, above][:, None], residual[request, above]
-        law = next_draw_law(log_draft[request, above].to(p.dtype), unseen[request, above])
+        law = next_draw_chances(log_draft[request, above].to(p.dtype), unseen[request, above])
         # The chance of a drawn token is not 0.
         odds = ratio * p.gather(1, token) / law.gather(1, token)
         passes[:, node + 1 : node + 2] = torch.where(here, odds.clamp(max=1.0), 0.0)

@@ -47,11 +47,13 @@ LAYERS = (
     (
         "dyntree_plugin.engine.step",
         "dyntree_plugin.engine.papers",
+        "dyntree_plugin.engine.drawn",
         "dyntree_plugin.engine.sampling",
     ),
     (
         "dyntree_plugin.engine.telemetry",
         "dyntree_plugin.engine.budget",
+        "dyntree_plugin.engine.start",
         "dyntree_plugin.engine.grammar",
     ),
     (
@@ -61,7 +63,6 @@ LAYERS = (
         "dyntree_plugin.engine.earlier_stage",
         "dyntree_plugin.engine.drafts",
         "dyntree_plugin.engine.pipeline",
-        "dyntree_plugin.engine.rehearsal",
         "dyntree_plugin.engine.runner",
         "dyntree_plugin.engine.scheduler",
         "dyntree_plugin.engine.stage",

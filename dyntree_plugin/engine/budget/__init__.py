@@ -1,1 +1,1 @@
-"""The adaptive node budget in the engine, and the measurements that it starts from."""
+"""The adaptive node budget in the engine."""

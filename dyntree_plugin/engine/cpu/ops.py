@@ -13,7 +13,7 @@ from dyntree_kernels.cpu.learn import learn
 from dyntree_kernels.cpu.look_up import look_up
 from dyntree_kernels.cpu.paths import KERNELS
 from dyntree_kernels.cpu.walk import walk
-from dyntree_kernels.drawn import LAW_SIZES
+from dyntree_kernels.drawn import KEPT_TOKENS
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.cpu.kinds import KINDS
 from dyntree_plugin.engine.step.clock import Clock, StageClock
@@ -33,7 +33,7 @@ class CPUOps:
     paths = KERNELS
     kinds = KINDS
     decide_trees = staticmethod(decide_trees)
-    law_size = LAW_SIZES["cpu"]
+    kept_tokens = KEPT_TOKENS["cpu"]
     send = staticmethod(at_hand)
 
     def __init__(self, budget: TreeBudget | None = None) -> None:

@@ -15,7 +15,7 @@ import vllm_cpu_runner
 from dyntree_plugin.admission.request_limits import WORD_TOKENS_ON_CPU, wrap_seeds
 from dyntree_plugin.engine.cpu.kinds import KINDS
 from dyntree_plugin.engine.offloading import keep_draft_on_device
-from dyntree_plugin.engine.rehearsal import rehearse
+from dyntree_plugin.engine.start.rehearsal import rehearse
 from dyntree_plugin.engine.worker import TreeWorkerMixin
 from vllm_cpu_runner.long_lists import lift_limits
 

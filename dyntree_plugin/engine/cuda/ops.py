@@ -15,7 +15,7 @@ from dyntree_kernels.cuda.paths import KERNELS
 from dyntree_kernels.cuda.place import place
 from dyntree_kernels.cuda.traversal import decide_trees
 from dyntree_kernels.cuda.walk import walk
-from dyntree_kernels.drawn import LAW_SIZES
+from dyntree_kernels.drawn import KEPT_TOKENS
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.cuda.clock import EventClock
 from dyntree_plugin.engine.cuda.kinds import KINDS
@@ -37,7 +37,7 @@ class CUDAOps:
     paths = KERNELS
     kinds = KINDS
     decide_trees = staticmethod(decide_trees)
-    law_size = LAW_SIZES["cuda"]
+    kept_tokens = KEPT_TOKENS["cuda"]
 
     def __init__(self, send: Send) -> None:
         self.clock: Clock = EventClock()

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 
 from dyntree_kernels.tries import Trie
-from dyntree_plugin.engine.papers.draw_store import DrawStore
+from dyntree_plugin.engine.drawn.store import DrawStore
 from dyntree_plugin.engine.step.rows import PAD_SLOT, GrowthMemory
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker, DraftRows

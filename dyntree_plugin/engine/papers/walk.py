@@ -11,7 +11,7 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBuffers
 
 from dyntree_kernels.contracts import BatchRows, Walked
-from dyntree_plugin.engine.papers.draw_store import DrawStore
+from dyntree_plugin.engine.drawn.store import DrawStore
 from dyntree_plugin.engine.step.count import report
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.trees import TreeStore

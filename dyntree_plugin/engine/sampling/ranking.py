@@ -70,7 +70,7 @@ class TargetRanking:
         """Return what growth should rank, float32 [R * W, V], of the `Rank`'s arguments.
 
         ``on_host`` [R]: the slots. ``truncated``: whether top-k, top-p or min-p cut any request's
-        law. ``processed``: whether any has other parameters that change logits.
+        distribution. ``processed``: whether any has other parameters that change logits.
         """
         slots = index.repeat_interleave(len(logits) // max(1, len(index)))
         found = self._of_vocabulary(logits)

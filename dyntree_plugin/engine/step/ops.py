@@ -61,7 +61,7 @@ class TreeOps(Protocol):
     def decide_trees(self) -> DecideTrees: ...
 
     @property
-    def law_size(self) -> int:
+    def kept_tokens(self) -> int:
         """The most tokens of a draft's distribution that trees are drawn from."""
         ...
 

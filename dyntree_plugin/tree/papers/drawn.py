@@ -18,7 +18,7 @@ import torch
 
 from dyntree_plugin.tree.token_tree import Accepted, Draws
 
-ITS_LAW = "the rule accepts with the chances that the children were drawn with"
+ITS_CHANCES = "the rule accepts with the chances that the children were drawn with"
 """The reason why a rule is exact with the sampling that it is made for."""
 
 PICKED = (

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from dyntree_plugin.tree.papers.drawn import (
-    ITS_LAW,
+    ITS_CHANCES,
     PICKED,
     DrawnRule,
     Odds,
@@ -60,7 +60,7 @@ MULTI_STEP = DrawnRule(odds, cut)
 SPEC = RuleSpec(
     name="multi_step",
     summary="SpecInfer's, for independent draws",
-    exact={"with_replacement": ITS_LAW},
+    exact={"with_replacement": ITS_CHANCES},
     biased={
         "best": PICKED,
         "without_replacement": "the children were drawn from what earlier draws left of the draft, "

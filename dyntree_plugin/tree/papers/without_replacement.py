@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch
 
 from dyntree_plugin.tree.papers.drawn import (
-    ITS_LAW,
+    ITS_CHANCES,
     PICKED,
     DrawnRule,
     Odds,
@@ -44,14 +44,14 @@ def odds(
     accept = []
     for k in range(tokens.shape[1]):
         token, here = tokens[:, k : k + 1], drawn[:, k : k + 1]
-        draft = next_draw_law(log_draft.to(target.dtype), unseen)
+        draft = next_draw_chances(log_draft.to(target.dtype), unseen)
         accept.append(torch.where(here, accept_chance(residual, draft, token), 0.0))
         residual = torch.where(here, leftover(residual, draft), residual)
         unseen = unseen.scatter(1, token, False)
     return Odds(torch.cat(accept, dim=1), residual)
 
 
-def next_draw_law(log_draft: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
+def next_draw_chances(log_draft: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
     """Return the distribution of the next draw, [R, V].
 
     It is the draft's over ``unseen`` tokens (bool [R, V]), and uniform over them where the draft
@@ -77,7 +77,7 @@ WITHOUT_REPLACEMENT = DrawnRule(odds, cut)
 SPEC = RuleSpec(
     name="without_replacement",
     summary="DySpec's and Sequoia's, for draws one after another",
-    exact={"without_replacement": ITS_LAW},
+    exact={"without_replacement": ITS_CHANCES},
     biased={
         "best": PICKED,
         "with_replacement": "the children were drawn independently, and the rule takes what was "

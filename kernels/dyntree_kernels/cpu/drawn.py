@@ -62,7 +62,7 @@ def _offered(logits, temperature, scores, tokens):
 
 
 @compiled(error_model="numpy")
-def _fill_law(best, found, tokens, chances):
+def _fill(best, found, tokens, chances):
     """Fill tokens and chances [L] with the softmax of the best scores [L], of tokens found [L], and
     return its entropy in nats."""
     total, weighted = 0.0, 0.0
@@ -93,14 +93,14 @@ def _usual_logit(k, entropy, left):
 @compiled(parallel=True, nogil=True, error_model="numpy")
 def draw_children(
     logits, step, vocab, expansions, temperatures, classes, seeds, chained, positions, weights,
-    nodes, grafted, bases, slots, law_tokens, law_chances, tokens, edges, features, changes,
+    nodes, grafted, bases, slots, draft_tokens, draft_chances, tokens, edges, features, changes,
 ):  # fmt: skip
     """Draw the children of rows at a temperature above 0 as `Drawing` asks.
 
     The arguments are those of `pick_children`, but for these:
 
     seeds [E, R]: of the noise of every expansion. positions [R]: of the noise.
-    grafted: nodes of a trie. slots [R]: where law_tokens and law_chances [slots, E, L] get the
+    grafted: nodes of a trie. slots [R]: where draft_tokens and draft_chances [slots, E, L] get the
     distributions.
     changes [R, E, K]: by how much a child's token changes the log of its chance; written, and read
     for the child that an expansion runs on.
@@ -110,18 +110,18 @@ def draw_children(
     much more likely than expected the draft found it.
     """
     start, width = expansions
-    children, size = tokens.shape[2], law_tokens.shape[2]
+    children, size = tokens.shape[2], draft_tokens.shape[2]
     for row in numba.prange(temperatures.shape[0] * width):
         r, e = row // width, start + row % width
         if not temperatures[r] > _ZERO or bases[r, e] == _NONE:
             continue
-        offered, chances = law_tokens[slots[r], e], law_chances[slots[r], e]
+        offered, chances = draft_tokens[slots[r], e], draft_chances[slots[r], e]
         edges[r, e] = _NONE
         scores, found = np.empty(size, np.float32), np.empty(size, np.int64)
         own = logits[row * step : row * step + vocab]
         if not _offered(own, temperatures[r], scores, found):
             continue
-        entropy = _fill_law(scores, found, offered, chances)
+        entropy = _fill(scores, found, offered, chances)
         add_noise(scores, seeds[e, r], positions[r], 0)
         known, of_class = np.empty(2, np.float32), np.array([0.0, 1.0, 0.1], np.float32)
         if weights.shape[0] > 0:
@@ -163,11 +163,11 @@ def _enter(row, offered, residual):
 
 
 @compiled
-def _leave(residual, law, ratio, left):
-    """Replace residual [L] by max(ratio * residual - law / left, 0), and return its mass."""
+def _leave(residual, draft, ratio, left):
+    """Replace residual [L] by max(ratio * residual - draft / left, 0), and return its mass."""
     mass = 0.0
     for i in range(residual.shape[0]):
-        residual[i] = max(ratio * residual[i] - law[i] / left, 0.0)
+        residual[i] = max(ratio * residual[i] - draft[i] / left, 0.0)
         mass += residual[i]
     return mass
 
@@ -230,14 +230,15 @@ def _siblings(parents, count):
 
 
 @compiled(error_model="numpy")
-def _traverse(first, following, parents, laws_of, tokens, logits, offered, chances, uniforms):
+def _traverse(first, following, parents, drawn_from, tokens, logits, offered, chances, uniforms):
     """Return the row of the last accepted node of one tree, and the residual after it: of the
     tokens that its children were drawn from, and the log of what the exponentials of its logits
     are multiplied by for the others.
 
-    first, following: as `_siblings` returns them. parents, tokens [N]: of the nodes. laws_of
-    [N + 1]: the law that the children of a row were drawn from. logits [N + 1, V]: the target's.
-    offered, chances [E, L]: the draft's laws.
+    first, following: as `_siblings` returns them. parents, tokens [N]: of the nodes. drawn_from
+    [N + 1]: the distribution that a row's children were drawn from. logits [N + 1, V]: of the
+    target.
+    offered, chances [E, L]: the draft's distributions.
     """
     cursor, ratios, left = first.copy(), np.ones(len(first)), np.ones(len(first))
     log_sums, others, factors = np.zeros(len(first)), np.zeros(len(first)), np.ones(len(first))
@@ -247,13 +248,13 @@ def _traverse(first, following, parents, laws_of, tokens, logits, offered, chanc
     while True:
         child = cursor[at]
         if child >= 0 and child == first[at]:
-            own = laws_of[at]
+            own = drawn_from[at]
             of_children[at], factors[at] = chances[own], 1.0
             log_sums[at], others[at] = _enter(logits[at], offered[own], residuals[at])
             if not math.isfinite(log_sums[at]):
                 child = first[at] = cursor[at] = -1
         if child >= 0:
-            place = _place(offered[laws_of[at]], tokens[child - 1])
+            place = _place(offered[drawn_from[at]], tokens[child - 1])
             wanted = residuals[at, place] * left[at] / of_children[at, place]
             ratios[child] = min(ratios[at] * wanted, 1.0)
             if ratios[child] == 0:
@@ -266,7 +267,7 @@ def _traverse(first, following, parents, laws_of, tokens, logits, offered, chanc
             shift = math.log(factors[at]) - log_sums[at] if others[at] > 0 else -np.inf
             return at, residuals[at], shift
         child, at = at, parents[at - 1] + 1
-        ratio, own = ratios[at], laws_of[at]
+        ratio, own = ratios[at], drawn_from[at]
         mass = _leave(residuals[at], of_children[at], ratio, left[at]) + ratio * others[at]
         whole = mass + 1 - ratio
         # Nothing is left where p = q. Then a child is accepted but for rounding.
@@ -299,23 +300,25 @@ def _decide(
         if position < requests[r, 4]:
             count = 0
         first, following = _siblings(parents[slot], count)
-        laws_of = np.zeros(count + 1, np.int64)
+        drawn_from = np.zeros(count + 1, np.int64)
         for node in range(count):
-            laws_of[parents[slot, node] + 1] = origins[slot, node]
+            drawn_from[parents[slot, node] + 1] = origins[slot, node]
         own = ids[root + 1 : root + 1 + count]
         # Of a tree that is not verified, the root's children are left out here.
         known = count == 0 or not forbidden[top + 1]
         begin = first.copy() if known else np.full(count + 1, -1, np.int64)
         at, residual, shift = _traverse(
-            begin, following, parents[slot], laws_of, own, logits[top : top + 1 + count],
+            begin, following, parents[slot], drawn_from, own, logits[top : top + 1 + count],
             offered[slot], chances[slot], _uniforms(count + 1, accepting[r], position),
         )  # fmt: skip
         child = first[at]
         while child >= 0:
             forbidden[top + child] = True
             child = following[child]
-        of_law = offered[slot, laws_of[at]][: residual.shape[0] if begin[at] >= 0 else 0]
-        sampled[top + at] = _draw(logits[top + at], shift, of_law, residual, emitting[r], position)
+        tokens_here = offered[slot, drawn_from[at]][: residual.shape[0] if begin[at] >= 0 else 0]
+        sampled[top + at] = _draw(
+            logits[top + at], shift, tokens_here, residual, emitting[r], position
+        )
         while at > 0:
             above = parents[slot, at - 1] + 1
             sampled[top + above] = own[at - 1]
@@ -329,11 +332,11 @@ def decide_trees(rows: BatchRows, logits: torch.Tensor, trees: DrawnTrees) -> No
     drawn = rows.requests[:, 5].int().view(torch.float32) > 0
     use_torch_threads(_NANOSECONDS * logits.numel())
     arrays = (rows.requests, drawn, rows.ids, rows.positions)
-    laws, *others = trees
+    distributions, *others = trees
     _decide(
         *(each.numpy() for each in arrays),
         as_numpy(logits.float().contiguous()),
-        *(each.numpy() for each in (*laws, *others)),
+        *(each.numpy() for each in (*distributions, *others)),
         rows.sampled.numpy(),
         forbidden.numpy(),
     )

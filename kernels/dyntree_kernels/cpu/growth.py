@@ -301,17 +301,17 @@ class CompiledGrowth(StepGrowth):
             self._bases, self.tokens, self.edges, self.features, self._drawing is not None,
         )  # fmt: skip
         if self._drawing is not None:
-            self._draw(logits, self._drawing.laws)
+            self._draw(logits, self._drawing.distributions)
         self._picked = self._new
 
-    def _draw(self, logits: torch.Tensor, laws: DraftDistributions) -> None:
+    def _draw(self, logits: torch.Tensor, kept: DraftDistributions) -> None:
         """Draw the children of rows at a temperature above 0."""
         temperatures, classes, _, chained = self._request_inputs
         draw_children(
             as_numpy(flat(logits)), logits.stride(0), logits.shape[1],
             (self._new[0], self._new[1] - self._new[0]), temperatures, classes, self._seeds,
             chained, self._roots, self._weights, self._nodes, self._grafts.tokens.shape[1],
-            self._bases, self._slots, laws.tokens.numpy(), laws.chances.numpy(), self.tokens,
+            self._bases, self._slots, kept.tokens.numpy(), kept.chances.numpy(), self.tokens,
             self.edges, self.features, self._changes,
         )  # fmt: skip
 

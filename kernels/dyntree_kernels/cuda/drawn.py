@@ -29,7 +29,7 @@ def _usual_logit(k, entropy, left):
 
 
 @triton.jit
-def _law_of(scores):
+def _distribution(scores):
     """Return the softmax of scores, and its entropy in nats."""
     below = scores - tl.max(scores, 0)
     weights = tl.exp(below)
@@ -40,7 +40,7 @@ def _law_of(scores):
 
 @triton.jit
 def _without_replacement(
-    scores, law, offered, entropy, above, allowed, WEIGHTS, own_class, K: tl.constexpr,
+    scores, chances, offered, entropy, above, allowed, WEIGHTS, own_class, K: tl.constexpr,
     CHILDREN: tl.constexpr, RANKS: tl.constexpr, LEARNED: tl.constexpr,
 ):  # fmt: skip
     """Return the children that noisy scores [RANKS] draw: their tokens, -1 for none, the logs of
@@ -56,7 +56,7 @@ def _without_replacement(
         best, place = tl.max(scores, 0, return_indices=True)
         goes_on = (k < allowed) & (best > float("-inf")) & (left >= _LEAST_LEFT)
         scores = tl.where(rank == place, float("-inf"), scores)
-        chance = tl.sum(tl.where(rank == place, law, 0.0), 0)
+        chance = tl.sum(tl.where(rank == place, chances, 0.0), 0)
         token = tl.sum(tl.where(rank == place, offered, 0), 0).to(tl.int64)
         here = (child == k) & goes_on
         logit = _usual_logit(k, entropy, tl.maximum(left, _LEAST_LEFT))
@@ -78,7 +78,7 @@ def _without_replacement(
 @triton.jit
 def _draw_children(
     TOKENS, VALUES, OPEN, FEATURES, BASES, NODES, LEVELS, CHANGES, BEST, SCORES, SUMS, SEEDS,
-    WEIGHTS, ROOTS, TEMPERATURES, CLASSES, CHAINED, USEFUL, STORED_AT, LAW_TOKENS, LAWS,
+    WEIGHTS, ROOTS, TEMPERATURES, CLASSES, CHAINED, USEFUL, STORED_AT, OFFERED, CHANCES,
     blocks, width, first, expansions, max_depth, requests,
     K: tl.constexpr, CHILDREN: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr,
     RANKS: tl.constexpr, ENTRIES: tl.constexpr, BLOCKS: tl.constexpr, LEARNED: tl.constexpr,
@@ -103,11 +103,11 @@ def _draw_children(
     entries = blocks * KEPT
     scores, found = best_of(SCORES + row * entries, entries, KEPT, RANKS, ENTRIES)
     scores = tl.where(rank < SIZE, scores, float("-inf"))
-    law, entropy = _law_of(scores)
-    offered = tl.load(BEST + row * entries + found, mask=law > 0, other=-1).to(tl.int32)
+    chances, entropy = _distribution(scores)
+    offered = tl.load(BEST + row * entries + found, mask=chances > 0, other=-1).to(tl.int32)
     at = (tl.load(STORED_AT + request) * expansions + e) * SIZE + rank
-    tl.store(LAW_TOKENS + at, offered, mask=rank < SIZE)
-    tl.store(LAWS + at, law, mask=rank < SIZE)
+    tl.store(OFFERED + at, offered, mask=rank < SIZE)
+    tl.store(CHANCES + at, chances, mask=rank < SIZE)
 
     seed = tl.load(SEEDS + e * requests + request)
     scores += noise_of(seed, tl.load(ROOTS + request), rank)
@@ -116,7 +116,7 @@ def _draw_children(
         above = tl.load(CHANGES + own * K + tl.load(NODES + own + e) - GRAFTS)
     allowed = tl.where(tl.load(CHAINED + request) != 0, 1, K)
     drawn, edges, usual, surprise, changes = _without_replacement(
-        scores, law, offered, entropy, above, allowed, WEIGHTS, tl.load(CLASSES + request), K,
+        scores, chances, offered, entropy, above, allowed, WEIGHTS, tl.load(CLASSES + request), K,
         CHILDREN, RANKS, LEARNED,
     )  # fmt: skip
     there = (child < K) & (drawn >= 0)
@@ -137,7 +137,7 @@ def draw_children(
     of_requests: RequestParams,
     seeds: torch.Tensor,
     weights: torch.Tensor | None,
-    laws: DraftDistributions,
+    distributions: DraftDistributions,
     candidates: Candidates,
     grown: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     changes: torch.Tensor,
@@ -150,12 +150,12 @@ def draw_children(
     """Draw the children of W rows of each request at a temperature above 0, as `Drawing` asks.
 
     Args:
-        ranked: what `rank_blocks` returns for the rows, with as many of each block as a law has
-            tokens, and without noise.
+        ranked: what `rank_blocks` returns for the rows, with as many of a block as a distribution
+            has tokens, and without noise.
         of_requests: the R requests.
         seeds: int64 [E, S], of the noise of all expansions of at least R requests.
         weights: as for `merge`.
-        laws: get the distributions.
+        distributions: get the distributions.
         candidates: written, after `merge`.
         grown: of every expansion, [S, E]: the log of the value, the candidate, and the depth of
             what it runs on.
@@ -168,13 +168,13 @@ def draw_children(
     if not rows:
         return
     first, end = expansions
-    entries, size = blocks * kept, laws.tokens.shape[2]
+    entries, size = blocks * kept, distributions.tokens.shape[2]
     roots, temperatures, classes, _, chained, levels, slots = of_requests
     _draw_children[(rows,)](
         *candidates, *grown, changes, best, scores, sums, seeds,
         changes if weights is None else weights, roots, temperatures, classes, chained, levels,
-        slots, *laws, blocks, end - first, first, changes.shape[1], max_depth, seeds.shape[1],
-        K=children, CHILDREN=triton.next_power_of_2(children), SIZE=size, KEPT=kept,
+        slots, *distributions, blocks, end - first, first, changes.shape[1], max_depth,
+        seeds.shape[1], K=children, CHILDREN=triton.next_power_of_2(children), SIZE=size, KEPT=kept,
         RANKS=triton.next_power_of_2(kept), ENTRIES=triton.next_power_of_2(entries),
         BLOCKS=triton.next_power_of_2(blocks), LEARNED=weights is not None, GRAFTS=grafts,
         num_warps=warps_for(entries),

@@ -282,7 +282,7 @@ class DeviceGrowth(StepGrowth):
         if self._weights is not None:
             kept = min(max(2, kept), logits.shape[1])
         if self._drawing is not None:
-            kept = max(kept, self._drawing.laws.tokens.shape[2])
+            kept = max(kept, self._drawing.distributions.tokens.shape[2])
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         positions = roots if first == 0 else self._positions
         ranked = rank_blocks(
@@ -298,7 +298,7 @@ class DeviceGrowth(StepGrowth):
         )  # fmt: skip
         if self._drawing is not None:
             draw_children(
-                ranked, self._of_requests, self._seeds, self._weights, self._drawing.laws,
+                ranked, self._of_requests, self._seeds, self._weights, self._drawing.distributions,
                 self.candidates, (self._bases, self._nodes, self._levels), self._changes,
                 self._new, children=self._children, grafts=self._nodes_of_tries,
                 max_depth=self._max_depth,

@@ -65,14 +65,14 @@ def _add_up(
 
 @triton.jit
 def _try_children(
-    LOGITS, LAW_TOKENS, LAWS, ORIGINS, TOPS, SUMS, row, sums, laws, origins, tokens, ratios, ratio,
-    own, vocab, blocks, SIZE: tl.constexpr, RANKS: tl.constexpr, NODES: tl.constexpr,
+    LOGITS, OFFERED, CHANCES, ORIGINS, TOPS, SUMS, row, sums, drafts, origins, tokens, ratios,
+    ratio, own, vocab, blocks, SIZE: tl.constexpr, RANKS: tl.constexpr, NODES: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Reject the children of one node in their order.
 
-    `own` [NODES]: whether a node is a child. `ratio`: of the node. `row`, `sums`, `laws`,
-    `origins`: where its logits and their sums begin, and the laws and the origins of the tree.
+    `own` [NODES]: whether a node is a child. `ratio`: of the node. `row`, `sums`, `drafts`,
+    `origins`: where its logits and their sums begin, and the distributions and origins of the tree.
 
     Returns `ratios` [NODES] with those of the children, the last ratio of the node, and the
     residual: of the offered tokens [RANKS], which are returned, too, and the log of what the
@@ -88,10 +88,10 @@ def _try_children(
     sound = (total > 0.0) & (total < float("inf"))
     child = tl.where(sound, tl.min(tl.where(own, node, NODES), 0), NODES)
     some = child < NODES
-    law = laws + tl.load(ORIGINS + origins + child, mask=some, other=0) * SIZE + rank
+    entry = drafts + tl.load(ORIGINS + origins + child, mask=some, other=0) * SIZE + rank
     inside = rank < tl.where(some, SIZE, 0)
-    offered = tl.load(LAW_TOKENS + law, mask=inside, other=-1)
-    of_children = tl.load(LAWS + law, mask=inside, other=0.0)
+    offered = tl.load(OFFERED + entry, mask=inside, other=-1)
+    of_children = tl.load(CHANCES + entry, mask=inside, other=0.0)
     x = tl.load(
         LOGITS + row + offered, mask=(offered >= 0) & (offered < vocab), other=float("-inf")
     )
@@ -154,8 +154,8 @@ def _write_path(SAMPLED, last, tokens, parents, NODES: tl.constexpr):
 
 @triton.jit
 def _accept(
-    REQUESTS, ROW_POSITIONS, FORBIDDEN, STORED, IDS, LOGITS, LAW_TOKENS, LAWS, TOPS, SUMS, PARENTS,
-    ORIGINS, SEEDS, LAST_NODE, VERIFIED, LAW_OF_REST, REST, SHIFTS, SAMPLED,
+    REQUESTS, ROW_POSITIONS, FORBIDDEN, STORED, IDS, LOGITS, OFFERED, CHANCES, TOPS, SUMS, PARENTS,
+    ORIGINS, SEEDS, LAST_NODE, VERIFIED, OFFERED_LAST, REST, SHIFTS, SAMPLED,
     s_requests, s_logits, vocab, blocks, nodes, expansions,
     SIZE: tl.constexpr, RANKS: tl.constexpr, NODES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -172,16 +172,16 @@ def _accept(
     real = node < count
     tokens = tl.load(IDS + root + 1 + node, mask=real, other=-1)
     parents = tl.load(PARENTS + slot * nodes + node, mask=node < stored, other=-2).to(tl.int32)
-    laws, origins, sums = slot * expansions * SIZE, slot * nodes, first * blocks
+    drafts, origins, sums = slot * expansions * SIZE, slot * nodes, first * blocks
     ratios, passes = tl.zeros([NODES], tl.float32), tl.zeros([NODES], tl.float32)
     for at in range(-1, count):
         own = real & (parents == at)
         ratio = tl.where(at < 0, 1.0, tl.sum(tl.where(node == at, ratios, 0.0), 0))
         if tl.max(own.to(tl.int32), 0) > 0:
             ratios, ratio, _, _, _ = _try_children(
-                LOGITS, LAW_TOKENS, LAWS, ORIGINS, TOPS, SUMS, (first + 1 + at) * s_logits,
-                sums + (1 + at) * blocks, laws, origins, tokens, ratios, ratio, own, vocab, blocks,
-                SIZE, RANKS, NODES, BLOCKS,
+                LOGITS, OFFERED, CHANCES, ORIGINS, TOPS, SUMS, (first + 1 + at) * s_logits,
+                sums + (1 + at) * blocks, drafts, origins, tokens, ratios, ratio, own, vocab,
+                blocks, SIZE, RANKS, NODES, BLOCKS,
             )  # fmt: skip
         passes = tl.where(node == at, ratio, passes)
 
@@ -191,13 +191,13 @@ def _accept(
     last = _first_accepted(accepted, parents, count, NODES)
     ratio = tl.where(last < 0, 1.0, tl.sum(tl.where(node == last, ratios, 0.0), 0))
     _, _, residual, offered, shift = _try_children(
-        LOGITS, LAW_TOKENS, LAWS, ORIGINS, TOPS, SUMS, (first + 1 + last) * s_logits,
-        sums + (1 + last) * blocks, laws, origins, tokens, ratios, ratio,
+        LOGITS, OFFERED, CHANCES, ORIGINS, TOPS, SUMS, (first + 1 + last) * s_logits,
+        sums + (1 + last) * blocks, drafts, origins, tokens, ratios, ratio,
         real & (parents == last), vocab, blocks, SIZE, RANKS, NODES, BLOCKS,
     )  # fmt: skip
     tl.store(LAST_NODE + request, last)
     tl.store(SHIFTS + request, shift)
-    tl.store(LAW_OF_REST + request * SIZE + rank, offered, mask=rank < SIZE)
+    tl.store(OFFERED_LAST + request * SIZE + rank, offered, mask=rank < SIZE)
     tl.store(REST + request * SIZE + rank, tl.log(residual), mask=rank < SIZE)
     children = (node < stored) & (parents == last)
     tl.store(FORBIDDEN + first + 1 + node, 1, mask=children)
@@ -206,7 +206,7 @@ def _accept(
 
 @triton.jit
 def _draw(
-    REQUESTS, ROW_POSITIONS, SEEDS, LOGITS, LAST_NODE, VERIFIED, LAW_OF_REST, REST, SHIFTS, SCORES,
+    REQUESTS, ROW_POSITIONS, SEEDS, LOGITS, LAST_NODE, VERIFIED, OFFERED_LAST, REST, SHIFTS, SCORES,
     TOKENS, s_requests, s_logits, vocab, blocks, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the best score of one block, and its token: of the residual after the last node."""
@@ -221,7 +221,7 @@ def _draw(
     score = x.to(tl.float32) + tl.load(SHIFTS + request)
     for k in range(SIZE):
         at = request * SIZE + k
-        score = tl.where(token == tl.load(LAW_OF_REST + at), tl.load(REST + at), score)
+        score = tl.where(token == tl.load(OFFERED_LAST + at), tl.load(REST + at), score)
     score += noise_of(tl.load(SEEDS + request), tl.load(ROW_POSITIONS + tl.load(own + 3)), token)
     score = tl.where(inside & (score == score), score, float("-inf"))
     best = tl.max(score, 0)
@@ -257,8 +257,8 @@ def decide_trees(rows: BatchRows, logits: torch.Tensor, trees: DrawnTrees) -> No
     if not requests:
         return
     forbidden = check(rows, logits, trees)
-    laws, counts, accepting, emitting, parents, origins = trees
-    _, expansions, size = laws.tokens.shape
+    drafts, counts, accepting, emitting, parents, origins = trees
+    _, expansions, size = drafts.tokens.shape
     nodes, blocks = parents.shape[1], triton.cdiv(vocab, _BLOCK)
     lanes, wide = triton.next_power_of_2(blocks), triton.next_power_of_2(nodes)
 
@@ -268,7 +268,7 @@ def decide_trees(rows: BatchRows, logits: torch.Tensor, trees: DrawnTrees) -> No
     tops, sums = room(len(logits), blocks), room(len(logits), blocks)
     rest, shifts = room(requests, size), room(requests)
     last, verified = room(requests, dtype=torch.int32), room(requests, dtype=torch.int32)
-    law_of_rest = room(requests, size, dtype=torch.int32)
+    offered_last = room(requests, size, dtype=torch.int32)
     scores, tokens = room(requests, blocks), room(requests, blocks, dtype=torch.int64)
     s_requests, s_logits = rows.requests.stride(0), logits.stride(0)
     of_tree = (rows.requests, rows.positions, forbidden, counts)
@@ -276,13 +276,13 @@ def decide_trees(rows: BatchRows, logits: torch.Tensor, trees: DrawnTrees) -> No
         *of_tree, logits, tops, sums, s_requests, s_logits, vocab, blocks, BLOCK=_BLOCK
     )
     _accept[(requests,)](
-        *of_tree, rows.ids, logits, *laws, tops, sums, parents, origins, accepting, last, verified,
-        law_of_rest, rest, shifts, rows.sampled, s_requests, s_logits, vocab, blocks, nodes,
-        expansions, SIZE=size, RANKS=triton.next_power_of_2(size), NODES=wide, BLOCKS=lanes,
+        *of_tree, rows.ids, logits, *drafts, tops, sums, parents, origins, accepting, last,
+        verified, offered_last, rest, shifts, rows.sampled, s_requests, s_logits, vocab, blocks,
+        nodes, expansions, SIZE=size, RANKS=triton.next_power_of_2(size), NODES=wide, BLOCKS=lanes,
         num_warps=warps_for(wide),
     )  # fmt: skip
     _draw[(requests, blocks)](
-        rows.requests, rows.positions, emitting, logits, last, verified, law_of_rest, rest, shifts,
+        rows.requests, rows.positions, emitting, logits, last, verified, offered_last, rest, shifts,
         scores, tokens, s_requests, s_logits, vocab, blocks, SIZE=size, BLOCK=_BLOCK,
     )  # fmt: skip
     _emit[(requests,)](

@@ -40,7 +40,7 @@ def engine(**options: Any) -> LLM:
         **options,
     )
     if RUNNER == "v2":
-        from dyntree_plugin.engine.rehearsal import rehearse
+        from dyntree_plugin.engine.start.rehearsal import rehearse
 
         rehearse(llm.llm_engine.model_executor.driver_worker.worker)
     return llm

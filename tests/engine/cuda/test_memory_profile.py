@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from dyntree_kernels.contracts import BatchRows, DraftDistributions
-from dyntree_kernels.drawn import LAW_SIZES, DrawnTrees
+from dyntree_kernels.drawn import KEPT_TOKENS, DrawnTrees
 from dyntree_plugin.engine.drafts import draft_model
 from dyntree_plugin.engine.drafts.draft_model import TreeSpeculator
 from dyntree_plugin.engine.drafts.head import HeadSpeculator
@@ -161,10 +161,10 @@ def test_processed_logits_that_are_kept_are_profiled(
     monkeypatch.setattr(of_cuda, "MAX_CHUNK_BYTES", chunk)
     monkeypatch.setattr(GPUModelRunner, "_dummy_sampler_run", sampled)
     cases = ("raw_logprobs", False), ("raw_logprobs", True), ("processed_logprobs", False)
-    for mode, reads_laws in cases:
+    for mode, reads_distributions in cases:
         verifier: Any = object.__new__(TreeVerifier)
         verifier.copies, verifier.sampler = 1, SimpleNamespace(logprobs_mode=mode)
-        verifier._walk = SimpleNamespace(reads_logits=reads_laws)
+        verifier._walk = SimpleNamespace(reads_logits=reads_distributions)
         runner: Any = object.__new__(of_cuda.TreeGPUModelRunner)
         vars(runner).update(
             trees=SimpleNamespace(shape=SimpleNamespace(node_budget=16)),
@@ -211,7 +211,7 @@ def test_deciding_on_drawn_trees_takes_little_of_what_the_profile_has_kept(
 
     for kernel in ("_add_up", "_accept", "_draw", "_emit"):
         monkeypatch.setattr(traversal, kernel, defaultdict(lambda: lambda *_, **__: None))
-    laws = DraftDistributions(*(empty(requests, 9, LAW_SIZES["cuda"]) for _ in range(2)))
+    laws = DraftDistributions(*(empty(requests, 9, KEPT_TOKENS["cuda"]) for _ in range(2)))
     of_nodes = empty(requests, nodes)
     drawn = DrawnTrees(laws, *(empty(requests) for _ in range(3)), of_nodes, of_nodes)
     of_rows, of_requests = empty(rows), empty(requests)

@@ -19,7 +19,7 @@ from waiting import declarations, waiting
 
 import dyntree_kernels
 import dyntree_plugin
-from dyntree_plugin.engine.papers.draw_store import DrawStore
+from dyntree_plugin.engine.drawn.store import DrawStore
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker, DraftRows
 from dyntree_plugin.tree.growth import GrowthConfig
@@ -158,7 +158,7 @@ def propose(plan: TreePlan, estimate: AcceptanceEstimate) -> tuple[TreeStore, Dr
     trees = TreeStore(REQUESTS, plan, VOCAB, torch.device("cpu"))
     slots, tree = torch.arange(REQUESTS), growth.finish()
     trees.put(slots, tree, torch.cat(features, dim=1) if features else None)
-    draws = DrawStore(REQUESTS, plan, VOCAB, torch.device("cpu"), law_size=0)
+    draws = DrawStore(REQUESTS, plan, VOCAB, torch.device("cpu"), kept_tokens=0)
     if tree.draws is not None:
         draws.put(slots, tree.draws)
     return trees, draws

@@ -59,8 +59,12 @@ def test_trees_are_drawn_as_on_a_cpu(case: Case) -> None:
     mine, wanted = ours.draws.origins.cpu()[slots][real], other.draws.origins[slots][real]
     assert torch.equal(mine, wanted)
     used = slots[:, None].expand_as(real)[real], mine
-    assert torch.equal(ours.draws.laws.tokens.cpu()[used], other.draws.laws.tokens[used])
-    torch.testing.assert_close(ours.draws.laws.chances.cpu()[used], other.draws.laws.chances[used])
+    assert torch.equal(
+        ours.draws.distributions.tokens.cpu()[used], other.draws.distributions.tokens[used]
+    )
+    torch.testing.assert_close(
+        ours.draws.distributions.chances.cpu()[used], other.draws.distributions.chances[used]
+    )
     branches = ours.tree().counts - ours.stored("depths")[ours.slots.cpu()].amax(1)
     assert bool((branches[1:] > 0).any()) is ours.plan.drawn_trees
 

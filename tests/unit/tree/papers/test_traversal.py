@@ -35,7 +35,7 @@ from test_exactness import (
 )
 
 from dyntree_plugin.tree.growth import GrowthConfig
-from dyntree_plugin.tree.papers.without_replacement import next_draw_law
+from dyntree_plugin.tree.papers.without_replacement import next_draw_chances
 from dyntree_plugin.tree.registry import plan_growth
 
 DRAWN = [case for case in CASES if plan_growth(*case[:2]).sampling == WR]
@@ -167,8 +167,8 @@ def test_to_take_siblings_for_independent_draws_is_biased(
 ):
     monkeypatch.setattr(
         traversal,
-        "next_draw_law",
-        lambda draft, unseen: next_draw_law(draft, torch.ones_like(unseen)),
+        "next_draw_chances",
+        lambda draft, unseen: next_draw_chances(draft, torch.ones_like(unseen)),
     )
     assert biased(case, lambda found, made, target: found)
 

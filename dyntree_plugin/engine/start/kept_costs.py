@@ -27,10 +27,10 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from dyntree_plugin.engine.budget import step_costs
-from dyntree_plugin.engine.budget.step_costs import Agree, measure, still_hold
-from dyntree_plugin.engine.budget.timed_steps import TimedRunner
 from dyntree_plugin.engine.configuration import asked_attention, tree_plan
+from dyntree_plugin.engine.start import step_costs
+from dyntree_plugin.engine.start.step_costs import Agree, measure, still_hold
+from dyntree_plugin.engine.start.timed_steps import TimedRunner
 from dyntree_plugin.provenance import cpu, packages
 from dyntree_plugin.tree.budget.plain_steps import StepCosts
 

@@ -10,7 +10,7 @@ import torch
 
 from dyntree_kernels.contracts import BatchRows, Walked
 from dyntree_kernels.drawn import DecideTrees, DrawnTrees
-from dyntree_plugin.engine.papers.draw_store import DrawStore
+from dyntree_plugin.engine.drawn.store import DrawStore
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.sampled_walk import TreeWalk
 from dyntree_plugin.engine.step.trees import TreeStore
@@ -54,7 +54,7 @@ class DrawnSamples:
             forbidden = rows.forbidden.clone()
         rows = rows._replace(sampled=rows.sampled.clone(), forbidden=forbidden)
         drawn = DrawnTrees(
-            self._draws.laws,
+            self._draws.distributions,
             self._trees.counts,
             stream(requests.seeds, ACCEPT),
             stream(requests.seeds, BONUS),

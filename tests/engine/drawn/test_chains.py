@@ -20,8 +20,8 @@ from dyntree_kernels.cpu.drawn import decide_trees
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cpu.walk import walk
 from dyntree_kernels.drawn import DecideTrees, DrawnTrees
-from dyntree_plugin.engine.papers.draw_store import DrawStore
-from dyntree_plugin.engine.papers.drawn_samples import DrawnSamples, SamplesWalk
+from dyntree_plugin.engine.drawn.samples import DrawnSamples, SamplesWalk
+from dyntree_plugin.engine.drawn.store import DrawStore
 from dyntree_plugin.engine.step.requests import COLUMNS, Requests
 from dyntree_plugin.engine.step.sampled_walk import SampledWalk
 from dyntree_plugin.engine.step.trees import TreeStore
@@ -197,8 +197,8 @@ def decided_by(engine: Engine, change: Callable[[torch.Tensor], torch.Tensor]) -
     """Have an engine decide by other chances of the draft than it drew by."""
 
     def decide(rows: BatchRows, logits: torch.Tensor, trees: DrawnTrees) -> None:
-        laws = trees.laws._replace(chances=change(trees.laws.chances))
-        decide_trees(rows, logits, trees._replace(laws=laws))
+        laws = trees.distributions._replace(chances=change(trees.distributions.chances))
+        decide_trees(rows, logits, trees._replace(distributions=laws))
 
     return mock.patch.object(engine.samples, "_decide", decide)
 
@@ -262,8 +262,10 @@ def test_stored_distributions_are_those_that_the_tokens_were_drawn_from(kept: in
     best = (DRAFT / 0.5).topk(kept, dim=1)
     wanted = best.values.softmax(dim=1)
     for place, last in enumerate((torch.zeros(count).long(), tokens[:, 0])):
-        assert torch.equal(engine.draws.laws.tokens[:count, place].long(), best.indices[last])
-        torch.testing.assert_close(engine.draws.laws.chances[:count, place], wanted[last])
+        assert torch.equal(
+            engine.draws.distributions.tokens[:count, place].long(), best.indices[last]
+        )
+        torch.testing.assert_close(engine.draws.distributions.chances[:count, place], wanted[last])
     seen = torch.bincount(tokens[:, 0], minlength=VOCABULARY)[best.indices[0]]
     assert int(seen.sum()) == count
     expected = wanted[0].double() / wanted[0].double().sum()

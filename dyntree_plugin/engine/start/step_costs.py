@@ -8,7 +8,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from dyntree_plugin.engine.budget.timed_steps import (
+from dyntree_plugin.engine.start.timed_steps import (
     Seconds,
     TimedRunner,
     most_rows,

@@ -14,9 +14,14 @@ class DrawStore:
     """The draws of trees, by request slot. The last slot is for padding requests."""
 
     def __init__(
-        self, num_slots: int, plan: TreePlan, vocabulary: int, device: torch.device, law_size: int
+        self,
+        num_slots: int,
+        plan: TreePlan,
+        vocabulary: int,
+        device: torch.device,
+        kept_tokens: int,
     ) -> None:
-        """``vocabulary``: entries of the draft's distributions. ``law_size``: draft tokens
+        """``vocabulary``: entries of the draft's distributions. ``kept_tokens``: draft tokens
         kept per distribution."""
         slots = num_slots + 1
         rows = plan.shape.node_budget + 1 if plan.reads_draws else 0
@@ -25,8 +30,10 @@ class DrawStore:
         )
         self._log_draft = torch.zeros(slots, rows, vocabulary, device=device)
         expansions = 1 + sum(plan.growing.widths) if plan.draws else 0
-        chances = torch.zeros(slots, expansions, min(law_size, vocabulary), device=device)
-        self.laws = DraftDistributions(torch.full_like(chances, -1, dtype=torch.int32), chances)
+        chances = torch.zeros(slots, expansions, min(kept_tokens, vocabulary), device=device)
+        self.distributions = DraftDistributions(
+            torch.full_like(chances, -1, dtype=torch.int32), chances
+        )
         """What the nodes of trees with exactness distribution were drawn from. Expansions that a
         step does not reach hold earlier ones."""
         self.origins = torch.zeros(slots, plan.shape.node_budget, dtype=torch.int64, device=device)
@@ -50,4 +57,4 @@ class DrawStore:
         def seeds(of_requests: torch.Tensor, expansions: torch.Tensor) -> torch.Tensor:
             return stream(of_requests, DRAFT, expansions)
 
-        return Drawing(self.laws, self.origins, seeds, chains)
+        return Drawing(self.distributions, self.origins, seeds, chains)

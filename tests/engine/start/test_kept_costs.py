@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dyntree_plugin.engine.budget import kept_costs
+from dyntree_plugin.engine.start import kept_costs
 from dyntree_plugin.tree.budget.plain_steps import StepCosts
 
 COSTS = StepCosts((1, 2), 64, (0.1, 0.2), (0.3, 0.4), (1, 9), (0.1, 0.2), (0.2, 0.3), 18)

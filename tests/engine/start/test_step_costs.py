@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyntree_plugin.engine.budget import step_costs
-from dyntree_plugin.engine.budget.step_costs import (
+from dyntree_plugin.engine.start import step_costs
+from dyntree_plugin.engine.start.step_costs import (
     PLAIN_SECONDS,
     ROW_SECONDS,
 )
-from dyntree_plugin.engine.budget.timed_steps import most_rows
+from dyntree_plugin.engine.start.timed_steps import most_rows
 from dyntree_plugin.engine.step.clock import StageClock
 from dyntree_plugin.tree.budget.plain_steps import StepCosts
 from dyntree_plugin.tree.budget.row_cost import RowCost

@@ -1,0 +1,1 @@
+"""What ``exactness: distribution`` serves: how trees and chains are drawn, and what is accepted."""
