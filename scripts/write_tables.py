@@ -181,17 +181,21 @@ def _error_of_mean(values: list[float]) -> float:
 
 
 STEP = (
-    ("engine/stage.py", "place"),
-    ("engine/step/verify.py", "verify"),
-    ("engine/step/draft.py", "draft"),
-    ("tree/drafting.py", "grow"),
+    ("engine/stage.py", "place", "GPUModelRunner.prepare_attn"),
+    ("engine/step/verify.py", "verify", "GPUModelRunner.rejection_sampler"),
+    ("engine/step/draft.py", "draft", "GPUModelRunner.speculator.propose"),
+    ("tree/drafting.py", "grow", "draft"),
 )
-"""The functions of a step that do its work, in the order in which it runs them."""
+"""The functions of a step that do its work, in the order in which it runs them, and what leads to
+them: hooks of vLLM but for the last."""
 
 
 def _step() -> str:
     """Return the bodies of the functions of a step, as they are in the code."""
-    parts = [_body(ROOT / "dyntree_plugin" / path, name) for path, name in STEP]
+    parts = [
+        f"# {path}: {name}, from {hook}\n{_body(ROOT / 'dyntree_plugin' / path, name)}"
+        for path, name, hook in STEP
+    ]
     return "```python\n" + "\n\n".join(parts) + "\n```"
 
 
@@ -207,8 +211,7 @@ def _body(path: Path, name: str) -> str:
     first = function.body[0]
     begin = function.body[1 if isinstance(first, ast.Expr) else 0].lineno
     lines = source.splitlines()
-    body = textwrap.dedent("\n".join(lines[begin - 1 : function.end_lineno]))
-    return f"# {path.relative_to(ROOT / 'dyntree_plugin')}: {name}\n{body}"
+    return textwrap.dedent("\n".join(lines[begin - 1 : function.end_lineno]))
 
 
 REASONS = {

@@ -42,7 +42,7 @@ def test_vllm_and_dyntree_take_the_arguments_of_the_compose_file() -> None:
 
 
 def test_every_metric_that_is_named_exists() -> None:
-    texts = [(FOLDER / "compose.yaml").read_text(), (ROOT / "docs" / "deployment.md").read_text()]
+    texts = [(FOLDER / "compose.yaml").read_text(), (ROOT / "docs" / "serve.md").read_text()]
     known = vllm_metrics() | {name for metric in METRICS for name in metric.series}
     named = {
         re.sub(r"_(total|sum|count|bucket)$", "", name)
