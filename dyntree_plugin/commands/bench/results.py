@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dyntree_plugin.commands.loads.runs import Engine, Record, Run
+from dyntree_plugin.tune.files import whole
 
 
 class Cell(Record):
@@ -72,5 +73,14 @@ def read(path: Path) -> Result:
 
 
 def write(result: Result, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(result.model_dump_json(indent=1) + "\n")
+    """Write a result file as a whole: stopped meanwhile, the command leaves it as it was.
+
+    Raises:
+        ValueError: if it cannot be written.
+    """
+    text = result.model_dump_json(indent=1) + "\n"
+    if path.exists() and not path.is_file():  # such as /dev/stdout, which must not be replaced
+        path.write_text(text)
+        return
+    with whole(path.resolve()) as part:
+        part.write_text(text)

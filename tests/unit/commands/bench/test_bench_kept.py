@@ -14,7 +14,7 @@ import pytest
 from command_lines import ran
 
 from dyntree_plugin.commands.bench import session
-from dyntree_plugin.commands.bench.results import read
+from dyntree_plugin.commands.bench.results import Result, read, write
 from dyntree_plugin.commands.loads import pool
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.pool import EngineProcess
@@ -81,6 +81,24 @@ def test_complete_runs_are_written_and_shown_whatever_ends_the_measurement(
     assert missing in found.notes
     for text in ("dynamic tree of 16", "speed-up", missing):
         assert text in " ".join(done.stdout.split())
+
+
+def test_what_is_stopped_while_it_writes_keeps_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "result.json"
+    result = Result(provenance={}, settings={}, notes=["of before"], engines=[], series=[])
+    write(result, path)
+    stock = Path.write_text
+
+    def stopped(self: Path, text: str) -> int:
+        stock(self, text[:9])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write(result, path)
+    assert read(path) == result
 
 
 def test_without_a_complete_run_only_the_error_is_told(
