@@ -20,8 +20,10 @@ This module imports nothing of vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+from pydantic import BaseModel, StrictBool, StrictInt, ValidationError
 
 from dyntree_plugin.admission import draft_methods, weights
 from dyntree_plugin.options.methods import BLOCKS
@@ -53,30 +55,51 @@ _SIGNS = (
 """What the configuration of an EAGLE-3 head has, and that of a whole model has not."""
 
 
-def misfits(speculation: Any) -> list[str]:
-    """Return why the draft of a ``SpeculativeConfig`` does not fit its target.
+_Layers = Sequence[StrictInt] | None
+
+
+class _Options(BaseModel):
+    """What drafts of `_READ_LAYERS` read of ``eagle_config`` and ``dflash_config``."""
+
+    eagle_aux_hidden_state_layer_ids: _Layers = None
+    layer_ids: _Layers = None
+    target_layer_ids: _Layers = None
+    use_aux_hidden_state: StrictBool = True
+
+
+class _File(BaseModel):
+    """What drafts of `_READ_LAYERS` read of their ``config.json``."""
+
+    hidden_size: StrictInt
+    num_hidden_layers: StrictInt
+    dflash_config: _Options | None = None
+    draft_vocab_size: StrictInt | None = None
+    dspark_target_layer_ids: _Layers = None
+    eagle_aux_hidden_state_layer_ids: _Layers = None
+    eagle_config: _Options | None = None
+    num_aux_hidden_states: StrictInt | None = None
+    num_aux_layers: StrictInt | None = None
+    target_hidden_size: StrictInt | None = None
+    target_layer_ids: _Layers = None
+
+
+def misfits(speculation: Any) -> Iterator[str]:
+    """Yield why the draft of a ``SpeculativeConfig`` does not fit its target.
 
     Vocabularies are compared elsewhere but for ``draft_vocab_size``. What neither the configuration
     nor weights on this machine say is taken to fit.
     """
-    try:
-        return [*_misfits(speculation)]
-    except (AttributeError, TypeError, ValueError) as error:
-        model = speculation.draft_model_config.model
-        return [
-            f"model={model!r}: its config.json has a wrong value ({error}); get the draft again"
-        ]
-
-
-def _misfits(speculation: Any) -> Iterator[str]:
     draft = speculation.draft_model_config
     if wrong := draft_methods.mismatch(speculation.method, draft.architectures):
         yield wrong
         return
     names = weights.names(draft)
-    if wrong := _of_other_weights(speculation, names):
+    if wrong := _of_other_weights(speculation, names) or _of_other_class(speculation):
         yield wrong
     elif speculation.method in _READ_LAYERS:
+        if wrong := _wrong_values(draft):
+            yield wrong
+            return
         yield from _states(speculation)
         yield from _own_layers(speculation, names)
         yield from _draft_vocabulary(speculation)
@@ -85,6 +108,39 @@ def _misfits(speculation: Any) -> Iterator[str]:
             yield reason
         else:
             yield from _size("hidden_size", speculation, draft.get_hidden_size())
+
+
+def _wrong_values(draft: Any) -> str | None:
+    """Name the values of a draft's ``config.json`` that are no such values; None without any."""
+    try:
+        _File.model_validate(draft.hf_config, from_attributes=True)
+    except ValidationError as error:
+        wrong = (
+            f"{'.'.join(map(str, each['loc']))}={each['input']!r}: {each['msg']}"
+            for each in error.errors()
+        )
+        return (
+            f"model={draft.model!r}: its config.json has a wrong value ({'; '.join(wrong)}); get "
+            "the draft again"
+        )
+    return None
+
+
+def _of_other_class(speculation: Any) -> str | None:
+    """Say that vLLM's class of the target gives a draft no hidden states of single layers."""
+    if speculation.method not in _READ_LAYERS:
+        return None
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    target = speculation.target_model_config
+    if supports_eagle3(ModelRegistry.resolve_model_cls(target.architecture, target)[0]):
+        return None
+    return (
+        f"method={speculation.method!r} is not supported with the target's architecture="
+        f"{target.architecture!r}: vLLM's class of it does not give hidden states of single layers "
+        "(SupportsEagle3); use a draft model, or look-up"
+    )
 
 
 def misfits_beside_first(speculation: Any) -> Iterator[str]:
