@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING
 import torch
 from pydantic import TypeAdapter, ValidationError
 from vllm import envs
+from vllm.config.utils import get_hash_factors
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from dyntree_plugin.engine.configuration import asked_attention, tree_plan
+from dyntree_plugin.engine.configuration import asked_attention, further_drafts, tree_plan
 from dyntree_plugin.engine.start import step_costs
 from dyntree_plugin.engine.start.step_costs import Agree, measure, still_hold
 from dyntree_plugin.engine.start.timed_steps import TimedRunner
@@ -40,8 +41,15 @@ if TYPE_CHECKING:
 # vLLM shows only what is logged below the name of its package.
 logger = init_logger("vllm.dyntree")
 
-_OF_THREADS = ("OMP_", "KMP_", "GOMP_", "MKL_", "ONEDNN_", "DNNL_", "NUMBA_", "LD_PRELOAD")
+_OF_SPEED = (
+    "OMP_", "KMP_", "GOMP_", "MKL_", "ONEDNN_", "DNNL_", "NUMBA_", "NCCL_", "ATEN_CPU_CAPABILITY",
+    "LD_PRELOAD",
+)  # fmt: skip
 """Beginnings of variables that change how fast PyTorch and our kernels compute."""
+
+_HASHED_BY_VLLM = {
+    "target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config",
+}  # fmt: skip
 
 
 def costs_at_start(
@@ -78,10 +86,10 @@ def path_of(vllm_config: VllmConfig, *measured: object) -> Path | None:
     if envs.VLLM_DISABLE_COMPILE_CACHE:
         return None
     plan, model = tree_plan(vllm_config), vllm_config.model_config
-    variables = {k: v for k, v in os.environ.items() if k.startswith(_OF_THREADS)}
+    variables = {k: v for k, v in os.environ.items() if k.startswith(_OF_SPEED)}
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     try:
-        settings = vllm_config.compute_hash(), repr(envs.compile_factors())
+        settings = vllm_config.compute_hash(), repr(envs.compile_factors()), _beside(vllm_config)
         of_model = model.hf_config.to_json_string()
     except TypeError:  # Some of additional_config, or of the model's configuration, is not JSON.
         return None
@@ -94,6 +102,19 @@ def path_of(vllm_config: VllmConfig, *measured: object) -> Path | None:
     )
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()
     return Path(envs.VLLM_CACHE_ROOT) / "dyntree" / f"step_costs_{digest[:32]}.json"
+
+
+def _beside(vllm_config: VllmConfig) -> list[object]:
+    """Return the settings that change times and that vLLM's hash, made for compiled code, lacks."""
+    speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    found: list[object] = [
+        (str(parallel.distributed_executor_backend), parallel.disable_custom_all_reduce),
+        (parallel.numa_bind, parallel.numa_bind_nodes, parallel.numa_bind_cpus),
+    ]
+    if speculation is not None:
+        found += get_hash_factors(speculation, _HASHED_BY_VLLM).items()
+        found += (further.compute_hash() for further in further_drafts(speculation))
+    return found
 
 
 def read(path: Path) -> StepCosts | None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import ParallelConfig, SpeculativeConfig
 
 from dyntree_plugin.engine.start import kept_costs
 from dyntree_plugin.tree.budget.plain_steps import StepCosts
@@ -24,13 +25,16 @@ class Config(SimpleNamespace):
         return f"{self.seqs} {json.dumps(self.additional_config)}"
 
 
-def config(model: str = "{}", seqs: int = 4, other: object = None, **options: str) -> Any:
+def config(model: str = "{}", seqs: int = 4, other: object = None, **options: Any) -> Any:
     hf_config = SimpleNamespace(to_json_string=lambda: model)
+    speculation = object.__new__(SpeculativeConfig)
+    vars(speculation).update(options.pop("speculation", {}))
     return Config(
         model_config=SimpleNamespace(
             hf_config=hf_config, dtype="torch.bfloat16", enforce_eager=False, use_mla=False
         ),
-        speculative_config=None,
+        speculative_config=speculation,
+        parallel_config=ParallelConfig(**options.pop("parallel", {})),
         seqs=seqs,
         additional_config={"dyntree": options, "other": other},
     )
@@ -88,10 +92,16 @@ def test_costs_that_hold_no_longer_are_replaced(engine: Engine) -> None:
         {"seqs": 5},
         {"max_model_len": 1024},
         {"budget": "adaptive"},
+        {"speculation": {"kv_cache_dtype": "fp8"}},
+        {"speculation": {"draft_tensor_parallel_size": 2}},
+        {"speculation": {"enforce_eager": True}},
+        {"speculation": {"_dyntree_further_drafts": (Config(seqs=1, additional_config={}),)}},
+        {"parallel": {"distributed_executor_backend": "mp"}},
         {"cpu": lambda: "another CPU"},
         {"packages": lambda: {"torch": "0.1"}},
         {"_sources": lambda: "other code"},
         {"OMP_NUM_THREADS": "7"},
+        {"ATEN_CPU_CAPABILITY": "default"},
         {"VLLM_CPU_OMP_THREADS_BIND": "1"},
     ],
     ids=lambda change: next(iter(change)),
