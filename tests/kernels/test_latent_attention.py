@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_checks import TOLERANCE, AttentionChecks, assert_matches
+from attention_checks import TOLERANCE, AttentionChecks, assert_matches, rounds_as
 from attention_inputs import tree_mask
 from latent_inputs import make_latent_case
 from tree_shapes import chain, random_tree
@@ -18,8 +18,10 @@ from dyntree_kernels.cpu.latent_attention import LatentTreeAttention
 DEEPSEEK = {"head_size": 576, "rope": 64}
 
 
-def attend(q: torch.Tensor, cache: torch.Tensor, *rows: torch.Tensor, **of_layer: Any) -> None:
-    LatentTreeAttention(*rows)(q, cache, **of_layer)
+def attend(
+    q: torch.Tensor, cache: torch.Tensor, *rows: torch.Tensor, cut: bool = False, **of_layer: Any
+) -> None:
+    LatentTreeAttention(*rows, cut=cut)(q, cache, **of_layer)
 
 
 make_case = partial(make_latent_case, attend)
@@ -79,6 +81,8 @@ def test_a_token_agrees_with_vllms_decoding(dtype: torch.dtype) -> None:
     )
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(case.run(), stock, atol=tolerance, rtol=tolerance)
+    if dtype == torch.bfloat16:
+        assert rounds_as(stock, case.run(cut=True), case.run(cut=False))
 
 
 def test_scores_need_all_elements_of_a_vector() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from attention_inputs import AttentionCase, make_inputs
@@ -58,10 +59,10 @@ class Case(AttentionCase):
         size = self.key_cache.shape[2]
         return self.block_table[request, positions // size].long() * size + positions % size
 
-    def attend(self, out: torch.Tensor, **options: object) -> None:
+    def attend(self, out: torch.Tensor, **options: Any) -> None:
         tree_attention(
             self.q, self.key_cache, self.value_cache, self.isa, self.block_table, self.ctx_lens,
-            self.qo_indptr, self.bits, out, self.features,
+            self.qo_indptr, self.bits, out, self.features, **options,
         )  # fmt: skip
 
     def broken(self, request: int, position: int, part: str, value: float) -> Case:

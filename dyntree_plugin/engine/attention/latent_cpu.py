@@ -16,6 +16,7 @@ from dyntree_plugin.engine.attention.latent_layers import (
     LatentTreeImpl,
 )
 from dyntree_plugin.engine.attention.registration import with_trees
+from dyntree_plugin.engine.rounding import cuts_bfloat16
 
 
 class LatentNumbaBuilder(LatentTreeBuilder):
@@ -23,7 +24,11 @@ class LatentNumbaBuilder(LatentTreeBuilder):
 
     def attend(self, rows: AttentionRows) -> LatentTreeAttention:
         return LatentTreeAttention(
-            rows.block_table, rows.ctx_lens, rows.query_start_loc, rows.ancestor_bits
+            rows.block_table,
+            rows.ctx_lens,
+            rows.query_start_loc,
+            rows.ancestor_bits,
+            cut=cuts_bfloat16(),
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from dyntree_kernels.cpu.recurrence import Order, gated_delta_rule, sequences, state_space
 from dyntree_kernels.cpu.tree_layers import Layer, PathCommit
 from dyntree_kernels.recurrence import Commit, TreeStates, inputs
+from dyntree_plugin.engine.rounding import cuts_bfloat16
 from dyntree_plugin.engine.states.builders import DraftedRows, WithDraftsOnCPU
 from dyntree_plugin.engine.states.rows import DeltaNetRows, Mamba2Rows, ShortConvRows, WithStates
 
@@ -84,24 +84,6 @@ class OnCPU(WithStates):
         )
 
 
-@functools.cache
-def cuts_states() -> bool:
-    """Whether vLLM's decoding of Mamba-2 rounds states in bfloat16 towards zero.
-
-    Its libraries for CPUs without BF16 instructions do, that for CPUs with them rounds to the
-    nearest (vLLM 0.32). So one state of 1 advances by three quarters of the next step.
-    """
-    width = 16
-    states = torch.ones(1, 1, width, width, dtype=torch.bfloat16)
-    one, at = torch.ones(1, 1, width), torch.zeros(1, dtype=torch.int32)
-    step = torch.full((1, 1, width), 0.75 * torch.finfo(states.dtype).eps)
-    ops.selective_state_update_cpu(
-        states, one, step, torch.zeros(1, width, width), one, one, None, None, None, False, at, at,
-        -1, torch.empty_like(one), None, None,
-    )  # fmt: skip
-    return bool((states == 1).all())  # sync: host memory
-
-
 class TreeMambaMixer2(OnCPU, Mamba2Rows, MambaMixer2):
     @property
     def layer(self) -> Layer:
@@ -113,7 +95,7 @@ class TreeMambaMixer2(OnCPU, Mamba2Rows, MambaMixer2):
     def _outputs(self, mixed: torch.Tensor, gates: torch.Tensor, order: Order) -> torch.Tensor:
         x, b, c = self.split(mixed)
         given = self.kv_cache[1], x, gates, self.A, b, c, self.D, self.dt_bias
-        return state_space(order, *given, cut=cuts_states())
+        return state_space(order, *given, cut=cuts_bfloat16())
 
     def _decode(self, mixed: torch.Tensor, gates: torch.Tensor, slots: torch.Tensor) -> None:
         x, b, c = self.split(mixed)

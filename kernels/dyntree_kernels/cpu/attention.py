@@ -13,7 +13,15 @@ import torch
 
 from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.layout import flat, is_paired
-from dyntree_kernels.cpu.simd import LANES, ROWS, accumulate, as_numpy, from_float, to_float
+from dyntree_kernels.cpu.simd import (
+    LANES,
+    ROWS,
+    accumulate,
+    as_numpy,
+    from_float,
+    to_float,
+    towards_zero,
+)
 from dyntree_kernels.cpu.threads import use_torch_threads
 from dyntree_kernels.cpu.tiles import (
     ALL,
@@ -180,19 +188,19 @@ def load_rows(dst, q, step, first, head, heads, rows, scale):
 
 
 @compiled
-def store_rows(src, out, step, first, head, heads, rows):
+def store_rows(src, out, step, first, head, heads, rows, cut):
     d = src.shape[1]
     for i in range(rows):
         at = (first + i // heads) * step + (head + i % heads) * d
         row = out[at : at + d]
         for j in range(d):
-            row[j] = from_float(src[i, j], row[j])
+            row[j] = from_float(towards_zero(src[i, j]) if cut else src[i, j], row[j])
 
 
 @compiled(parallel=True, nogil=True)
 def _tree_attention(
     q, q_step, keys, values, steps, n, d, paired, block_table, ctx_lens, qo_indptr, bits,
-    kv_heads, heads, chunk, out, out_step, scales, workspace, words, beyond,
+    kv_heads, heads, chunk, out, out_step, scales, workspace, words, beyond, cut,
 ):  # fmt: skip
     """scales [2, Hkv]: factors of the scores, and of the values, of each KV head."""
     threads = workspace.shape[0]
@@ -226,7 +234,9 @@ def _tree_attention(
                     )  # fmt: skip
                     if scales[1, h] != np.float32(1):
                         _multiply(result, scales[1, h])
-                    store_rows(result, out, out_step, first, h * heads, heads, count * heads)
+                    store_rows(
+                        result, out, out_step, first, h * heads, heads, count * heads, cut
+                    )  # fmt: skip
 
 
 class PackedCache:
@@ -260,7 +270,8 @@ class TreeAttention:
 
     A layer of a small model takes tens of microseconds, so everything that layers share is prepared
     once. See `dyntree_kernels` for the arguments. Contiguous int32 tensors are not copied, so later
-    writes to them take effect.
+    writes to them take effect. With ``cut``, results in bfloat16 are rounded towards zero instead
+    of to the nearest.
     """
 
     def __init__(
@@ -269,7 +280,10 @@ class TreeAttention:
         ctx_lens: torch.Tensor,
         qo_indptr: torch.Tensor,
         ancestor_bits: torch.Tensor,
+        *,
+        cut: bool = False,
     ) -> None:
+        self._cut = cut
         self._block_table = block_table.int().contiguous().numpy()
         self._ctx_lens = ctx_lens.int().contiguous().numpy()
         self._qo_indptr = qo_indptr.int().contiguous().numpy()
@@ -304,8 +318,11 @@ class TreeAttention:
             rows_of(q), q.stride(0), cache.keys, cache.values, cache.steps, cache.block_size, d,
             cache.paired, self._block_table, self._ctx_lens, self._qo_indptr, self._bits, kv_heads,
             heads, chunk, rows_of(out), out.stride(0), _scales(features, kv_heads), self._floats,
-            self._words, _beyond(features, q_heads),
+            self._words, _beyond(features, q_heads), self._cuts(out),
         )  # fmt: skip
+
+    def _cuts(self, out: torch.Tensor) -> bool:
+        return self._cut and out.dtype == torch.bfloat16
 
     def _allocate(self, threads: int, rows: int, d: int) -> None:
         size = rows * (2 * d + TILE + 2) + 2 * d * TILE
@@ -355,13 +372,15 @@ def tree_attention(
     ancestor_bits: torch.Tensor,
     out: torch.Tensor,
     features: LayerFeatures,
+    *,
+    cut: bool = False,
 ) -> None:
     """Compute the attention of tree rows over a packed CPU cache, and write it to `out`.
 
-    See `dyntree_kernels` for the arguments, and `PackedCache` for the caches.
+    See `dyntree_kernels` and `TreeAttention` for the arguments, and `PackedCache` for the caches.
 
     Raises:
         ValueError: for an unsupported layout, dtype or shape, or features that are not served.
     """
-    attend = TreeAttention(block_table, ctx_lens, qo_indptr, ancestor_bits)
+    attend = TreeAttention(block_table, ctx_lens, qo_indptr, ancestor_bits, cut=cut)
     attend(q, PackedCache(key_cache, value_cache, isa), out, features)
