@@ -15,7 +15,7 @@ What vLLM's classes of drafts (``vllm/model_executor/models``) take of a target 
 - ``DFlashLagunaForCausalLM`` (``laguna_dflash.py``): the same, but the joining layer has n * T
   inputs by itself, and the embedding and output layer are always the target's.
 
-This module imports nothing of vLLM.
+This module imports nothing of vLLM but the target's class.
 """
 
 from __future__ import annotations

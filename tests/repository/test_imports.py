@@ -41,6 +41,7 @@ LAYERS = (
         "dyntree_plugin.engine.offloading",
         "dyntree_plugin.engine.layer_kinds",
         "dyntree_plugin.engine.checked_layers",
+        "dyntree_plugin.engine.rounding",
         "dyntree_plugin.engine.attention",
         "dyntree_plugin.engine.states",
     ),

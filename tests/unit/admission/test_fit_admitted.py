@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from configurations import EAGLE3, Build
 from safetensors.torch import save_file
 
-from dyntree_plugin.admission import fit, reasons
+from dyntree_plugin.admission import reasons
 
 Folder = Callable[..., str]
 FLASH: dict[str, Any] = {
@@ -209,29 +209,6 @@ def test_a_draft_that_does_not_fit_is_refused(
 ) -> None:
     method, changes, said = MISFITS[case]
     assert said in refused(build, method, model_folder("draft", **changes))
-
-
-@pytest.mark.parametrize("kind", [AttributeError, TypeError])
-def test_an_error_in_the_checks_is_no_mistake_of_the_users(
-    build: Build, model_folder: Folder, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
-) -> None:
-    def broken(_: object) -> Iterator[str]:
-        raise kind("broken")
-
-    monkeypatch.setattr(fit, "_states", broken)
-    with pytest.raises(kind, match="broken"):
-        admitted(build, "eagle3", model_folder("draft", **EAGLE3))
-
-
-@pytest.mark.parametrize(("method", "draft"), [("eagle3", EAGLE3), ("dflash", FLASH)])
-def test_a_target_whose_class_gives_no_states_of_layers_is_refused(
-    build: Build, model_folder: Folder, method: str, draft: dict[str, Any]
-) -> None:
-    lacking = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
-    target = model_folder("target", **lacking)
-    reason = refused(build, method, model_folder("draft", **draft), model=target)
-    assert f"method={method!r} is not supported with the target's architecture=" in reason
-    assert "'Gemma2ForCausalLM'" in reason
 
 
 def test_a_module_must_be_of_the_targets_size(build: Build, model_folder: Folder) -> None:

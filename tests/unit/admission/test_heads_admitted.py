@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from configurations import EAGLE3, WIDTH, Build, changed, refusal_of
 
-from dyntree_plugin.admission import heads
+from dyntree_plugin.admission import fit, heads
 from dyntree_plugin.engine import configuration
 from dyntree_plugin.engine.configuration import WORKERS, plan_in_force
 
@@ -42,6 +42,27 @@ def test_a_head_is_admitted(build: Build, head: Arguments) -> None:
     assert (plan.has_draft, plan.shape.head, plan.shape.shift) == (True, True, -1)
     assert plan.shape.grafts == WIDTH
     assert config.parallel_config.worker_cls == WORKERS["cpu"]
+
+
+def test_a_target_whose_class_gives_no_states_of_layers_is_refused(
+    build: Build, head: Arguments, model_folder: Callable[..., str]
+) -> None:
+    lacking = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+    said = r"method='eagle3' is not supported .* architecture='Gemma2ForCausalLM'.*SupportsEagle3"
+    with pytest.raises(ValueError, match=said):
+        build(**head(), model=model_folder("target", **lacking))
+
+
+@pytest.mark.parametrize("kind", [AttributeError, TypeError])
+def test_an_error_in_the_checks_is_no_mistake_of_the_users(
+    build: Build, head: Arguments, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def broken(_: object) -> Iterator[str]:
+        raise kind("broken")
+
+    monkeypatch.setattr(fit, "_states", broken)
+    with pytest.raises(kind, match="broken"):
+        build(**head())
 
 
 def test_start_up_says_that_a_head_is_split_like_the_target(build: Build, head: Arguments) -> None:
