@@ -32,8 +32,8 @@ def unreadable(arguments: Any) -> Iterator[str]:
     if not isinstance(speculation, Mapping | None):
         yield f"speculative_config={speculation!r} must be a JSON object"
     for option, model in models_of(arguments):
-        if problem := _problem(Path(model) / "config.json"):
-            yield f"{option}={model!r} cannot be read: its config.json {problem}"
+        if problem := problem_of(model):
+            yield f"{option}={model!r} cannot be read: {problem}"
 
 
 def nonpositive_sizes(model_config: Any) -> dict[str, int]:
@@ -50,15 +50,17 @@ def nonpositive_sizes(model_config: Any) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size < 1}
 
 
-def _problem(config: Path) -> str | None:
+def problem_of(model: str) -> str | None:
+    """Return why the config.json in a model's folder is no JSON object, or None."""
+    file = Path(model) / "config.json"
     try:
-        if not config.is_file():
+        if not file.is_file():
             return None  # vLLM says so.
-        found = json.loads(config.read_bytes())
+        found = json.loads(file.read_bytes())
     except OSError as error:
-        return f"cannot be opened: {error.strerror}"
+        return f"its config.json cannot be opened: {error.strerror}"
     except RecursionError:
-        return "is nested too deeply"
+        return "its config.json is nested too deeply"
     except ValueError as error:
-        return f"is not JSON: {error}"
-    return None if isinstance(found, dict) else "must be a JSON object"
+        return f"its config.json is not JSON: {error}"
+    return None if isinstance(found, dict) else "its config.json must be a JSON object"

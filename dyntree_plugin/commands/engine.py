@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dyntree_plugin.admission.model_files import problem_of
 from dyntree_plugin.commands.arguments import DtypeName, Method, drafter
 from dyntree_plugin.commands.render import Detokenise
 from dyntree_plugin.options.methods import BLOCKS
 from dyntree_plugin.options.options import NAMESPACE
+from dyntree_plugin.tune.files import explained
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -52,11 +54,45 @@ class Settings:
         return [*pair, *self.options.get("drafts", ())]
 
 
-def context_of(model: str) -> int:
-    """Return the longest text that a model reads, in tokens."""
+def tokenizer_of(model: str) -> Any:
+    """Return a model's tokenizer.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    with explained(f"the tokenizer of {model!r} cannot be read"):
+        return AutoTokenizer.from_pretrained(model)
+
+
+def config_of(model: str) -> Any:
+    """Return a model's configuration.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
     from transformers import AutoConfig
 
-    return int(AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings)
+    if problem := problem_of(model):
+        raise ValueError(f"model {model!r} cannot be read: {problem}")
+    with explained(f"the configuration of {model!r} cannot be read"):
+        return AutoConfig.from_pretrained(model)
+
+
+def text_config_of(model: str) -> Any:
+    """Return the configuration of a model's text model.
+
+    Raises:
+        ValueError: if it cannot be read, or says no size of vocabulary and context.
+    """
+    config = config_of(model)
+    with explained(f"the configuration of {model!r} cannot be read"):
+        config = config.get_text_config()
+        for name in ("vocab_size", "max_position_embeddings"):
+            if not isinstance(getattr(config, name), int):
+                raise TypeError(f"{name} must be an integer")
+        return config
 
 
 def stay_in_this_process() -> None:
@@ -84,9 +120,7 @@ def block_length(draft: str) -> int:
     Raises:
         ValueError: if its configuration does not say that.
     """
-    from transformers import AutoConfig
-
-    size = getattr(AutoConfig.from_pretrained(draft), "block_size", None)
+    size = getattr(config_of(draft), "block_size", None)
     if not isinstance(size, int) or size < 2:
         raise ValueError(
             f"--draft {draft!r}: block_size={size} in its config.json must be the rows of a block, "

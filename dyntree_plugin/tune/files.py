@@ -22,8 +22,9 @@ def explained(message: str) -> Iterator[None]:
         yield
     except Exception as error:
         # The sentences and lines that libraries add are advice for programmers.
-        first = next(iter(str(error).strip().splitlines()), "").split(". ")[0]
-        reason = first[:_MOST_REASON] or type(error).__name__
+        first, *more = str(error).strip().splitlines() or [type(error).__name__]
+        said = " ".join([first, more[0].strip()]) if more and first.endswith(":") else first
+        reason = said.split(". ")[0][:_MOST_REASON]
         raise ValueError(f"{message} ({reason})") from error
 
 

@@ -17,7 +17,7 @@ from dyntree_plugin.commands.bench.chains import KINDS, Chains, listed, serves
 from dyntree_plugin.commands.bench.measure import Server, measure, served, warm_ups
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, Series
-from dyntree_plugin.commands.engine import context_of
+from dyntree_plugin.commands.engine import text_config_of, tokenizer_of
 from dyntree_plugin.commands.loads.engine import Around
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.pool import EngineProcess, Pool
@@ -164,10 +164,8 @@ def of_engines(
         ValueError: if an option, or a model, does not fit.
         RuntimeError: if an engine fails.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(contest.models.target)
-    context = context_of(contest.models.target)
+    context = text_config_of(contest.models.target).max_position_embeddings
+    tokenizer = tokenizer_of(contest.models.target)
     most = context - settings.max_tokens - max([0, *contest.budgets]) - 1
     sets, longer = {}, 0
     given = prompts.read_all(

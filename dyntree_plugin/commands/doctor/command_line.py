@@ -76,7 +76,14 @@ def configuration(parsed: Namespace) -> VllmConfig:
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    config: VllmConfig = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+    arguments = AsyncEngineArgs.from_cli_args(parsed)
+    try:
+        config: VllmConfig = arguments.create_engine_config()
+    except Exception as error:  # Without trees vLLM's own.
+        ours = [] if reasons.is_refusal(error) else reasons.of_model_files(arguments, error)
+        if not ours:
+            raise
+        raise check.Refused(*ours) from error
     return config
 
 

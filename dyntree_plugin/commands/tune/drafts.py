@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from dyntree_plugin.commands.engine import config_of
 from dyntree_plugin.commands.tune import models
 from dyntree_plugin.commands.tune.settings import Folder, Settings
 from dyntree_plugin.tune.cut import cut, cut_config, kept_layers
@@ -21,7 +22,7 @@ def check(settings: Settings, count: int) -> None:
             weights, or reads more than text.
     """
     target, option = settings.target, f"--draft-layers {count}"
-    config = models.config_of(target)
+    config = config_of(target)
     models.check_unquantised("--target", target)
     layers = getattr(config, "num_hidden_layers", None)
     if layers is None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from dyntree_plugin.commands.engine import text_config_of
 from dyntree_plugin.commands.tune import models
 from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
 from dyntree_plugin.commands.tune.write import samples
@@ -53,7 +54,7 @@ def taught(
     if not waiting and keep is None:
         return
     target = models.target_of(settings.target, settings.dtype, machine)
-    vocabulary = models.text_config_of(settings.target).vocab_size
+    vocabulary = text_config_of(settings.target).vocab_size
     if keep is not None:
         keep(target)
     for part in waiting:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dyntree_plugin.admission import vocabularies
+from dyntree_plugin.commands.engine import config_of, text_config_of
 from dyntree_plugin.tune.files import AGAIN, damaged, explained
 from dyntree_plugin.tune.fit import Machine
 
@@ -26,30 +27,6 @@ def folder_of(model: str) -> Path:
 
     allowed = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     return Path(snapshot_download(model, allow_patterns=allowed))
-
-
-def tokenizer_of(model: str) -> Any:
-    with explained(f"the tokenizer of {model!r} cannot be read"):
-        return AutoTokenizer.from_pretrained(model)
-
-
-def config_of(model: str) -> Any:
-    with explained(f"the configuration of {model!r} cannot be read"):
-        return AutoConfig.from_pretrained(model)
-
-
-def text_config_of(model: str) -> Any:
-    """Return the configuration of a model's text model.
-
-    Raises:
-        ValueError: if it cannot be read, or says no size of vocabulary and context.
-    """
-    config = config_of(model).get_text_config()
-    with explained(f"the configuration of {model!r} cannot be read"):
-        for name in ("vocab_size", "max_position_embeddings"):
-            if not isinstance(getattr(config, name), int):
-                raise TypeError(f"{name} must be an integer")
-        return config
 
 
 def check_weights(folder: Path, remedy: str = AGAIN) -> None:

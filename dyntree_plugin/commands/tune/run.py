@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from transformers.utils import logging
 
+from dyntree_plugin.commands.engine import text_config_of, tokenizer_of
 from dyntree_plugin.commands.tune import drafts, heads, models, prompts
 from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Folder, Settings
@@ -51,8 +52,8 @@ def _check_packages(settings: Settings) -> None:
 
 def _prompts(settings: Settings, file: Path, *, chat: bool) -> Prompts:
     """Read the prompts, and check what can be checked without weights."""
-    context = models.text_config_of(settings.target).max_position_embeddings
-    tokenizer = models.tokenizer_of(settings.target)
+    context = text_config_of(settings.target).max_position_embeddings
+    tokenizer = tokenizer_of(settings.target)
     for model in filter(None, (settings.target, settings.draft)):
         models.check_weights(Path(model), "get the model again")
     if settings.head is not None:
@@ -61,7 +62,7 @@ def _prompts(settings: Settings, file: Path, *, chat: bool) -> Prompts:
         drafts.check(settings, settings.draft_layers)
     elif settings.draft is not None:
         models.check(settings.target, settings.draft, tokenizer)
-        context = min(context, models.text_config_of(settings.draft).max_position_embeddings)
+        context = min(context, text_config_of(settings.draft).max_position_embeddings)
     most = context - settings.tokens - max(settings.nodes) - 1
     if most < 1:
         raise ValueError(

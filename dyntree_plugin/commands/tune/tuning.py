@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from dyntree_plugin.commands.engine import text_config_of
 from dyntree_plugin.commands.tune import check, drafts, heads, learn, models, picture, screen
 from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
@@ -63,7 +64,7 @@ class Tuning:
         with screen.stage(self.console, "teach", len(every)) as update:
             advance = screen.Counter(update)
             learn.taught(folder, settings, self.machine, len(every), layers, advance, keep)
-        vocabulary = models.text_config_of(settings.target).vocab_size
+        vocabulary = text_config_of(settings.target).vocab_size
         return learn.Lessons(folder, len(every), held_out, vocabulary)
 
     def _fit(self, lessons: learn.Lessons) -> None:

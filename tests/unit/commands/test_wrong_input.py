@@ -56,6 +56,8 @@ top PLAIN → this server decodes without dyntree
 top SSH → cannot be read
 doctor -- dyntree serve model → leave out 'dyntree serve': dyntree doctor -- model
 tune --target a --prompts ok.jsonl --output out → --draft is missing: give the draft to begin with
+tune --target list --head eagle3 --prompts ok.jsonl --output out → its config.json must be a JSON
+tune --target typed --head eagle3 --prompts ok.jsonl --output out → 'hidden_size' expected int
 tune MODELS --prompts nowhere.jsonl --output out → --prompts 'nowhere.jsonl' must be a JSONL file
 tune MODELS --prompts empty.jsonl --output out → --prompts 'empty.jsonl' has 0 prompts
 tune MODELS --prompts half.jsonl --output out → line 1 has half of a surrogate pair
@@ -75,6 +77,8 @@ bench serve --num-prompts 100000 → --num-prompts, or the largest --batch: coun
 bench serve --dyntree '{"node_budget": 16, "max_depth": 32}' → max_depth=32 cannot be reached
 bench serve --dyntree {} --dyntree {} → two have the name 'dynamic tree of 16'
 bench serve --target folder --draft folder → --target 'folder' is no model
+bench serve --target list --draft list → model 'list' cannot be read: its config.json must be
+bench serve --target typed --draft list → the configuration of 'typed' cannot be read
 bench serve --output nowhere/r.json → --output 'nowhere/r.json': there is no folder 'nowhere'
 bench serve --chain -1 → --chain '-1' must be a length, such as 5, or KIND:LENGTH
 bench serve --chain 0 --chain 4 → --chain 0 leaves all chains out: give it alone
@@ -142,6 +146,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "folder").mkdir()
+    for model, config in {
+        "list": "[]",
+        "typed": '{"model_type": "llama", "hidden_size": "a"}',
+    }.items():
+        (tmp_path / model).mkdir()
+        (tmp_path / model / "config.json").write_text(config)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     return tmp_path

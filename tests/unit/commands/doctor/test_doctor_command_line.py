@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,19 @@ def test_a_mistake_is_named(line: Line, more: list[str], dyntree: str, named: st
     (found,) = checked(line(*more, dyntree=dyntree))
     assert found.status == "fail"
     assert named in found.found
+
+
+@pytest.mark.parametrize(
+    "config", ["[]", '{"model_type": "llama", "hidden_size": "a"}'], ids=["list", "typed"]
+)
+def test_a_wrong_configuration_is_named_the_same_without_trees(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    speculation = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}']
+    for options in ([], [*speculation, "--dyntree", "{}"]):
+        (found,) = checked([str(tmp_path), *options])
+        assert found.status == "fail"
+        assert re.search("cannot be read|cannot read the configuration of", found.found)
+        assert str(tmp_path) in found.found
 
 
 def test_a_step_that_cuts_trees_short_is_warned_of(line: Line) -> None:
