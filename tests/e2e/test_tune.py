@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from benchmarks.pair.corpus import training_sources
 from dyntree_plugin import pair
+from dyntree_plugin.commands.bench.results import Series, read
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -59,6 +60,20 @@ def killed(words: list[str], once: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert once.exists()
+
+
+def benched(prompts: Path, draft: Path) -> list[Series]:
+    """Let vLLM serve the target alone, with a draft's chain and with its trees; return the runs."""
+    result = draft / "bench.json"
+    tree = '{"node_budget": 8, "budget": "fixed", "lookup": "off"}'
+    finished([
+        *(sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve", "--target", TARGET),
+        *("--draft", str(draft), "--chain", "3", "--dyntree", tree),
+        *("--engine-arguments", '{"dtype": "float32", "enforce_eager": true}'),
+        *("--prompts", str(prompts), "--num-prompts", "4", "--max-tokens", "32", "--batch", "4"),
+        *("--temperature", "0", "--rounds", "1", "--output", str(result)),
+    ])  # fmt: skip
+    return read(result).series
 
 
 @pytest.fixture(scope="module")
@@ -114,5 +129,10 @@ def test_new_drafts_and_merged_adapters_are_made_and_served(prompts: Path, tmp_p
     for folder in (head, merged, model):
         report = json.loads((folder / "tune" / "report.json").read_text())
         assert all(cell["tokens_per_step"] > 1 for cell in report["cells"])
+    plain, *drafting = benched(prompts, model)
+    assert len(drafting) == 2
+    for one in drafting:
+        assert one.differing_tokens == 0
+        assert one.runs[0].request_steps < plain.runs[0].request_steps
     made = load_file(merged / "tune" / "fitted" / "model.safetensors")
     assert made.keys() == load_file(Path(DRAFT) / "model.safetensors").keys()
