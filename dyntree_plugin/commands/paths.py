@@ -11,13 +11,13 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def read_text(option: str, path: Path) -> str:
-    """Return the text of a file.
+    """Return the text of a file, without a byte order mark.
 
     Raises:
         ValueError: if it cannot be read, or is not UTF-8.
     """
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")  # Windows' editors begin files with a byte order mark.
     except UnicodeDecodeError as error:
         problem = f"is not UTF-8: {error.reason} at byte {error.start}"
     except OSError as error:

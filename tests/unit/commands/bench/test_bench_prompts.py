@@ -14,10 +14,13 @@ from dyntree_plugin.commands.bench import prompts
 from dyntree_plugin.commands.loads.requests import Request
 
 
-def test_prompts_are_read_from_jsonl_in_the_fields_that_data_sets_use(tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_prompts_are_read_from_jsonl_in_the_fields_that_data_sets_use(
+    tmp_path: Path, encoding: str
+) -> None:
     path = tmp_path / "mine.jsonl"
     lines = [{"prompt": "a"}, {"text": "b"}, {"turns": ["c", "later"]}, {"question": "d"}]
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n", encoding)
     name, found = prompts.read(str(path), 10, None)
     assert name == "mine"
     assert sorted(str(request.prompt) for request in found) == ["a", "b", "c", "d"]
