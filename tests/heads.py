@@ -68,9 +68,9 @@ def first_eagle_mirror(folder: Path) -> Path:
     return write_head(folder, weights, {"architectures": ["LlamaForCausalLM"]})
 
 
-def mtp_mirror(folder: Path) -> Path:
-    """Write the embedded target as a MiMo with two modules of multi-token prediction; return its
-    folder. The first does as `mirror_head`, and the numbers of the second are NaN."""
+def mtp_mirror(folder: Path, modules: int = 2) -> Path:
+    """Write the embedded target as a MiMo with so many ``modules`` of multi-token prediction, and
+    return its folder. The first does as `mirror_head`, and the numbers of others are NaN."""
     target = target_config()
     hidden = target["hidden_size"]
     stored = load_file(pair.paths()["target"] / "model.safetensors")
@@ -96,10 +96,10 @@ def mtp_mirror(folder: Path) -> Path:
     stored |= {
         name.replace(module, "model.mtp_layers.1."): torch.full_like(weight, torch.nan)
         for name, weight in stored.items()
-        if name.startswith(module)
+        if name.startswith(module) and modules > 1
     }
     config = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
-    layers = {"num_hidden_layers": target["num_hidden_layers"], "num_nextn_predict_layers": 2}
+    layers = {"num_hidden_layers": target["num_hidden_layers"], "num_nextn_predict_layers": modules}
     written = write_head(folder, stored, config | layers, dtype=torch.float32)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(pair.paths()["target"] / file, written / file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
@@ -10,8 +11,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_plugin.engine.step.clock import DRAFTING
 from dyntree_plugin.tree.budget.chains import ChainLimits, expected_tokens
-from dyntree_plugin.tree.budget.choice import best_cut, draft_pays
+from dyntree_plugin.tree.budget.choice import best_cut, frontier_gain
 from dyntree_plugin.tree.budget.row_cost import RowCost, followed
+from dyntree_plugin.tree.budget.worth import ForwardSeconds, ForwardShares
 
 STEP = 0.1
 """Weight of a step in the average rate of tokens."""
@@ -19,6 +21,11 @@ FIRST_FORWARD_SECONDS = 1e-3
 """Seconds of a draft forward and its growth, until measured."""
 FIRST_OUTSIDE_SECONDS = 2e-3
 """Seconds of a step outside of its stages, in vLLM's scheduler and engine, until measured."""
+TRIED_EVERY = 8
+"""Once in this many steps, costs count as `OPTIMISM` standard deviations less, so that rows are
+tried of which little is known, and forwards that earned little are made again. Where the costs are
+known, that choice is hardly another."""
+OPTIMISM = 2.0
 
 
 class TreeBudget:
@@ -33,13 +40,15 @@ class TreeBudget:
         """``chain_depth``: the most tokens of a drawn chain; 0 if nothing is drawn. ``trees``:
         whether trees are drawn instead."""
         self._cost: RowCost | None = None
-        self._forward = FIRST_FORWARD_SECONDS
-        self._outside = FIRST_OUTSIDE_SECONDS
+        self._forward_seconds = ForwardSeconds()
+        self._shares = ForwardShares()
+        self._outside: float | None = None
+        self._steps = 0
         self._forwards = 1
         # Mean tokens of a request and seconds of a step, by size of the batch.
         self._usual: dict[int, np.ndarray] = {}
         self._rate: float | None = None
-        self._row_seconds = 0.0
+        self._row_tokens = 0.0
         # Seconds of the last step beside its verification.
         self._spent = FIRST_FORWARD_SECONDS + FIRST_OUTSIDE_SECONDS
         # Nodes of chains that the next step may still verify; None if there are trees, too.
@@ -51,14 +60,19 @@ class TreeBudget:
         self._drawn_trees = trees
         # Mean gain of each draft forward, by size of the batch and number of the forward.
         self._gains: dict[tuple[int, int], float] = {}
-        self._asked = 0
+        # What the forwards of this step could earn.
+        self._bounds: list[float] = []
 
     def measured(self, cost: RowCost) -> None:
         """Use the costs that were measured at start-up. Before, every tree is kept whole."""
         self._cost = cost
 
     def cut(
-        self, values: torch.Tensor, counts: torch.Tensor, drawn: np.ndarray | None = None
+        self,
+        values: torch.Tensor,
+        counts: torch.Tensor,
+        forwards: torch.Tensor,
+        drawn: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Return how many nodes of each tree of the last step to verify next, int64 [R].
 
@@ -68,15 +82,18 @@ class TreeBudget:
         Args:
             values: float32 [R, N], as in `TokenTree`; they must not rise within a tree.
             counts: int64 [R], nodes of each tree.
+            forwards: int64 [R, N], as in `TreeArrays`.
             drawn: bool [R], which of them were drawn; None if none can be.
         """
         decoding, self._room = self._decode_next, None
+        bounds, self._bounds = self._bounds, []
         if self._cost is None or not decoding.any():
             return counts
         chances = values.exp().numpy()[decoding]  # sync: host memory on the CPU
         chains = np.zeros(len(chances), dtype=bool) if drawn is None else drawn[decoding]
-        curve = self._cost.seconds(context=self._context)
-        spent = self._forwards * self._forward + self._outside
+        curve = self._cost.seconds(context=self._context, optimism=OPTIMISM * self._tries)
+        forward = self._forward_seconds.of(len(chances)) or FIRST_FORWARD_SECONDS
+        spent = self._forwards * forward + (self._outside or FIRST_OUTSIDE_SECONDS)
         verified = self._limits.cut(chances, chains, curve, self._spent)
         self._spent = spent
         # Trees compete for the rows that chains leave. Batches of about the same size share one
@@ -88,48 +105,75 @@ class TreeBudget:
         beside = expected_tokens(chances[chains], verified[chains])
         trees = best_cut(chances[~chains], curve[taken:], spent, rate, beside)
         verified[~chains] = trees.counts
-        seen = np.array([trees.tokens / len(chances), trees.seconds])
-        self._usual[kind] = usual = seen if usual is None else usual + STEP * (seen - usual)
+        if usual is None or not self._tries:
+            seen = np.array([trees.tokens / len(chances), trees.seconds])
+            self._usual[kind] = usual = seen if usual is None else usual + STEP * (seen - usual)
         self._rate = len(chances) * usual[0] / usual[1]
-        self._row_seconds = _next_row_seconds(int(verified.sum()) + len(verified), curve)
+        rows = int(verified.sum()) + len(verified)
+        self._row_tokens = self._rate * _next_row_seconds(rows, curve)
         if chains.any():
-            limits, self._rate = self._limits.of(len(chances), chances.shape[1], curve, spent)
+            nodes, known = chances.shape[1], self._cost.seconds(context=self._context)
+            _, self._rate = self._limits.of(len(chances), nodes, known, spent)
+            limits, _ = self._limits.of(len(chances), nodes, curve, spent)
+            self._row_tokens = self._rate * _next_row_seconds(rows, curve)
             if chains.all() and not self._drawn_trees:
-                self._row_seconds, self._room = limits.least / self._rate, limits.nodes
-        kept = counts.clone()
-        kept[torch.from_numpy(decoding)] = torch.from_numpy(verified)
-        return kept
+                self._row_tokens, self._room = limits.least, limits.nodes
+        kept = np.where(np.arange(chances.shape[1]) < verified[:, None], chances, 0.0)
+        self._learn_shares(bounds, kept, forwards[torch.from_numpy(decoding)])
+        cut = counts.clone()
+        cut[torch.from_numpy(decoding)] = torch.from_numpy(verified)
+        return cut
+
+    def _learn_shares(
+        self, bounds: list[float], chances: np.ndarray, forwards: torch.Tensor
+    ) -> None:
+        """Learn what forwards of these ``bounds`` earned.
+
+        ``chances``, ``forwards`` [R, N], of the nodes that are verified; 0 for others.
+        """
+        gains, needed = np.maximum(chances - self._row_tokens, 0.0), forwards.numpy()
+        earned = [float(gains[needed == 1 + number].sum()) for number in range(len(bounds))]
+        self._shares.observe(len(chances), bounds, earned)
+
+    @property
+    def _tries(self) -> bool:
+        """Whether the next step tries what may be better than is known."""
+        return self._steps % TRIED_EVERY == TRIED_EVERY - 1
 
     def drafting_pays(self, frontier: torch.Tensor) -> bool:
         """Return whether to run the draft over nodes of these values (log, float32), or to end."""
         if self._rate is None:
             return True
         chances = frontier.exp().numpy()  # sync: host memory on the CPU
-        if self._drawn_trees:
-            return self._usually_pays(chances)
         if self._room is not None:
             self._room -= int((chances > 0).sum())
             if self._room <= 0:
                 return False
-        return draft_pays(chances, self._row_seconds, self._forward, self._rate)
+        number, requests = len(self._bounds), len(chances)
+        bound = frontier_gain(chances, self._row_tokens)
+        gain = self._usual_gain(requests, number, bound) if self._drawn_trees else bound
+        share = self._shares.of(requests, number)
+        if self._tries:
+            share = (1 + share) / 2
+        forward = self._forward_seconds.of(requests) or FIRST_FORWARD_SECONDS
+        if share * gain <= self._rate * forward:
+            return False
+        self._bounds.append(bound)
+        return True
 
-    def _usually_pays(self, chances: np.ndarray) -> bool:
-        """Return whether this forward pays on average, by earlier steps alone.
+    def _usual_gain(self, requests: int, number: int, gain: float) -> float:
+        """Return the bound of this forward's gain by earlier steps alone, and learn from this one.
 
         What was drawn decides how much this one would gain. If it decided also whether to go on,
         it would decide which of the nodes that were drawn before are kept.
         """
-        rate = self._rate or 0.0
-        kind = len(chances).bit_length(), self._asked
-        self._asked += 1
-        gain = float(np.maximum(chances - rate * self._row_seconds, 0.0).sum())
+        kind = requests.bit_length(), number
         usual = self._gains.get(kind)
         self._gains[kind] = gain if usual is None else usual + STEP * (gain - usual)
-        return usual is None or usual > rate * self._forward
+        return math.inf if usual is None else usual
 
     def observe(self, batch: InputBatch, forwards: int, stage_seconds: dict[str, float]) -> None:
         """Learn from a step with ``forwards`` of the draft, if all of its requests decoded."""
-        self._asked = 0
         requests = slice(batch.num_reqs)
         computed = batch.num_computed_tokens_np[requests] + batch.num_scheduled_tokens[requests]
         self._decode_next = computed >= batch.prefill_len_np[requests]
@@ -139,10 +183,11 @@ class TreeBudget:
         drafting = sum(stage_seconds.get(stage, 0.0) for stage in DRAFTING)
         if self._cost is None or not drafting or batch.is_prefilling_np[requests].any():
             return
+        self._steps += 1
         self._cost.observe(batch.num_tokens, max(total - drafting, 1e-6), self._context)
         # Without a draft model, look-up takes the place of one forward.
         self._forwards = max(forwards, 1)
-        self._forward = followed(self._forward, drafting / self._forwards)
+        self._forward_seconds.observe(batch.num_reqs, self._forwards, drafting)
 
     def _observe_pace(self, total: float) -> None:
         """Learn the time outside of all stages; ``total``: seconds of the step's stages.
@@ -152,7 +197,8 @@ class TreeBudget:
         now, before = time.perf_counter(), self._ended
         self._ended = now
         if before is not None and total < now - before < 2 * total:
-            self._outside = followed(self._outside, now - before - total)
+            outside = now - before - total
+            self._outside = outside if self._outside is None else followed(self._outside, outside)
 
 
 def _next_row_seconds(rows: int, curve: np.ndarray) -> float:

@@ -99,7 +99,8 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         if self._budget is not None:
             beyond = torch.arange(self.trees.shape.node_budget) >= self._node_limits[slots, None]
             values = self.trees.values[slots].masked_fill(beyond, NO_VALUE)
-            counts = self._budget.cut(values, counts, self.drawn(index))
+            forwards = self.trees.forwards[slots]
+            counts = self._budget.cut(values, counts, forwards, self.drawn(index))
             self.trees.admit(slots, counts)
         offered = counts.tolist()  # sync: host memory on the CPU
         cut = [ids[:count] for ids, count in zip(drafts.draft_token_ids, offered, strict=True)]

@@ -5,7 +5,7 @@ along the accepted path). Its time grows with its rows. The best choice makes th
 second.
 
 `best_drafting` chooses one size for all trees of a step, before any of them is grown. `best_cut`
-and `draft_pays` choose after the trees exist. OPT-Tree (arXiv 2406.17276) cuts one tree in this
+and `frontier_gain` choose after the trees exist. OPT-Tree (arXiv 2406.17276) cuts one tree in this
 way; here the trees of a batch compete for rows.
 
 A tree's nodes are in the order of their values, so its first n nodes are its best tree of n.
@@ -130,19 +130,14 @@ def best_cut(
     return Cut(counts.astype(np.int64), float(tokens[most]), float(seconds[most]))
 
 
-def draft_pays(
-    frontier: np.ndarray, row_seconds: float, forward_seconds: float, rate: float
-) -> bool:
-    """Return whether one more draft forward can earn more tokens than its time is worth.
+def frontier_gain(frontier: np.ndarray, row_tokens: float) -> float:
+    """Return the most tokens that one more draft forward can earn beyond its nodes' rows.
 
     The values of a node's children add up to at most the node's value, and each child takes a row
     to verify. If this forward does not pay, no later one does, since its nodes are worth no more.
 
     Args:
         frontier: values of the nodes that the forward would expand; 0 for padding.
-        row_seconds: seconds that one more row takes to verify.
-        forward_seconds: seconds of the forward.
-        rate: average tokens per second of recent steps.
+        row_tokens: tokens that the time of one more row is worth.
     """
-    gain = np.maximum(frontier - rate * row_seconds, 0.0).sum()
-    return bool(gain > rate * forward_seconds)
+    return float(np.maximum(frontier - row_tokens, 0.0).sum())

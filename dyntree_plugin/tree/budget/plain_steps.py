@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dyntree_plugin.tree.budget.row_cost import MEMORY, LevelAndTilt
+from dyntree_plugin.tree.budget.row_cost import MEMORY
 
 HELD = (0.01, 5.0)
 """Weight, in observations, that draws level and tilt to 0. If all steps have one number of rows,
@@ -20,6 +20,8 @@ UNSURE = 0.15
 LARGEST_SURPRISE = 1.0
 """Bound of one observation, a logarithm of a forward's time: one interrupted step must not move the
 estimate far."""
+
+_KEPT = math.exp(-1 / MEMORY)
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,38 @@ class StepCosts:
         measured = self.without_context, self.with_context
         both = [np.interp(every, self.requests, seconds) for seconds in measured]
         return [(float(without), float(full)) for without, full in zip(*both, strict=True)]
+
+
+class LevelAndTilt:
+    """Fits the logarithm of observed over measured seconds, by rows, with a level and a tilt.
+
+    It uses recursive least squares with forgetting. ``prior`` is the weight, in observations, that
+    draws level and tilt to 0, and ``measured`` is that weight at the start.
+    """
+
+    def __init__(self, measured: tuple[float, float], prior: tuple[float, float]) -> None:
+        self._prior = prior
+        # The normal equations' matrix, symmetric, and their right side.
+        self._of_level, self._of_tilt = measured
+        self._of_both = 0.0
+        self._right = (0.0, 0.0)
+        self._level = self._tilt = 0.0
+
+    def moved(self, rows: int) -> float:
+        """Return the logarithm at ``rows``."""
+        return self._level + self._tilt * math.log(max(rows, 1))
+
+    def observe(self, rows: int, moved: float) -> None:
+        """Learn from an observation ``moved`` at ``rows``."""
+        at = math.log(max(rows, 1))
+        self._of_level = _KEPT * self._of_level + (1 - _KEPT) * self._prior[0] + 1
+        self._of_tilt = _KEPT * self._of_tilt + (1 - _KEPT) * self._prior[1] + at * at
+        self._of_both = _KEPT * self._of_both + at
+        level, tilt = self._right
+        self._right = level, tilt = _KEPT * level + moved, _KEPT * tilt + at * moved
+        determinant = self._of_level * self._of_tilt - self._of_both**2
+        self._level = (self._of_tilt * level - self._of_both * tilt) / determinant
+        self._tilt = (self._of_level * tilt - self._of_both * level) / determinant
 
 
 class PlainSteps:

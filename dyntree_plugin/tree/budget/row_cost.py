@@ -7,65 +7,36 @@ import math
 import numpy as np
 
 MEMORY = 20.0
-"""Steps after which an observation counts for 1/e."""
-PRIOR = (0.01, 1.0)
-"""Weight, in observations, that draws level and tilt to 0. If all steps have one number of rows,
-they show the level only."""
-MEASURED = (5.0, 25.0)
-"""The same weight at the start, for the measurement; it fades like an observation."""
-SHAPE_STEP = 0.02
-"""Weight of a new observation in the deviation of a single number of rows."""
-FORGETTING = 1e-3
-"""Share of such a deviation that fades with each observation, so that the rows are tried again."""
+"""Steps after which an observation counts for 1/e, of quantities that are averaged."""
 LARGEST_SURPRISE = 0.3
-"""Bound of one observation, a logarithm: one interrupted step must not move the estimate far."""
+"""Bound of one such observation, a logarithm: one interrupted step must not move the average
+far."""
 
-_KEPT = math.exp(-1 / MEMORY)
-
-
-class LevelAndTilt:
-    """Fits the logarithm of observed over measured seconds, by rows, with a level and a tilt.
-
-    It uses recursive least squares with forgetting. ``prior`` is the weight, in observations, that
-    draws level and tilt to 0, and ``measured`` is that weight at the start.
-    """
-
-    def __init__(self, measured: tuple[float, float], prior: tuple[float, float]) -> None:
-        self._prior = prior
-        # The normal equations' matrix, symmetric, and their right side.
-        self._of_level, self._of_tilt = measured
-        self._of_both = 0.0
-        self._right = (0.0, 0.0)
-        self._level = self._tilt = 0.0
-
-    def moved(self, rows: int) -> float:
-        """Return the logarithm at ``rows``."""
-        return self._level + self._tilt * math.log(max(rows, 1))
-
-    def curve(self, log_rows: np.ndarray) -> np.ndarray:
-        """Return the logarithms at rows whose logarithms are ``log_rows``."""
-        return self._level + self._tilt * log_rows
-
-    def observe(self, rows: int, moved: float) -> None:
-        """Learn from an observation ``moved`` at ``rows``."""
-        at = math.log(max(rows, 1))
-        self._of_level = _KEPT * self._of_level + (1 - _KEPT) * self._prior[0] + 1
-        self._of_tilt = _KEPT * self._of_tilt + (1 - _KEPT) * self._prior[1] + at * at
-        self._of_both = _KEPT * self._of_both + at
-        level, tilt = self._right
-        self._right = level, tilt = _KEPT * level + moved, _KEPT * tilt + at * moved
-        determinant = self._of_level * self._of_tilt - self._of_both**2
-        self._level = (self._of_tilt * level - self._of_both * tilt) / determinant
-        self._tilt = (self._of_level * tilt - self._of_both * level) / determinant
+LEVEL, TILT, NEAR, OWN = 0.5, 0.25, 0.3, 0.05
+"""Standard deviations, of logarithms, of how far start-up may be off: for all rows alike, by the
+logarithm of the rows, for numbers of rows that are similar, and for a single one."""
+SIMILAR = 0.7
+"""How far apart the logarithms of similar numbers of rows are."""
+NOISE, DRIFT = 0.1, 0.01
+"""Standard deviation of an observation, and of how far all rows move from one step to the next."""
+KEPT = 1 - 1 / 500
+"""Share of what was learned that a step keeps: rows not seen for long are unsure again."""
+OUTLIER = 3.0
+"""An observation counts as this many standard deviations at most: an interrupted step moves the
+estimate little, and one of rows that nobody knows moves it far."""
+FINE = 1.08
+"""Ratio of the numbers of rows between which the correction is constant, from 13 rows on."""
 
 
 class RowCost:
-    """The seconds of a step's verification by its rows.
+    """The seconds of a step's verification by its rows, and how sure they are.
 
-    The measurement gives the shape of the curve. Observations move its level (the machine is
-    busier, contexts are longer), its tilt (cores are shared, so arithmetic slows down more than
-    memory) and, more slowly, single points. All are logarithms, so the curve stays positive. It
-    never falls as rows rise: if a kernel is faster with more rows, a step can be padded to them.
+    The measurement gives the shape of the curve. Its correction, a logarithm, is a Gaussian process
+    over the rows, which observations condition one by one (Rasmussen and Williams, "Gaussian
+    Processes for Machine Learning", 2006, equations 2.23 and 2.24): a level (the machine is busier,
+    contexts are longer), a tilt (cores are shared, so arithmetic slows down more than memory), what
+    similar numbers of rows share (blocks of a kernel), and what is a number's own. The curve never
+    falls as rows rise: if a kernel is faster with more rows, a step can be padded to them.
     """
 
     def __init__(
@@ -88,44 +59,61 @@ class RowCost:
             raise ValueError(f"rows={rows} must ascend from 1, with as many seconds")
         if min(seconds) <= 0:
             raise ValueError(f"seconds={seconds} must be above 0")
-        self._rows = np.asarray(rows, dtype=np.float64)
         self._all = np.arange(most + 1, dtype=np.float64)
-        self._measured = _line(self._all, self._rows, np.asarray(seconds))
+        self._measured = _line(self._all, np.asarray(rows, np.float64), np.asarray(seconds))
         self._of_position = of_position
-        # The point that an observation is credited to.
-        middle = (self._rows[1:] + self._rows[:-1]) / 2
-        self._point = np.searchsorted(middle, self._all)
-        self._log_rows = np.log(np.maximum(self._all, 1.0))
-        self._level_and_tilt = LevelAndTilt(MEASURED, PRIOR)
-        self._offset = np.zeros(len(rows))
+        corrected = _corrected(most)
+        self._place = np.searchsorted((corrected[1:] + corrected[:-1]) / 2, self._all)
+        at = np.log(corrected)
+        apart = (at[:, None] - at) / SIMILAR
+        shape = NEAR**2 * np.exp(-(apart**2) / 2) + OWN**2 * np.eye(len(at))
+        self._mean = np.zeros(len(at))
+        self._covariance = LEVEL**2 + TILT**2 * np.outer(at, at) + shape
+        self._forgotten = (1 - KEPT**2) * shape + DRIFT**2
 
     def observe(self, rows: int, seconds: float, context: float = 0.0) -> None:
         """Learn from a step of ``rows`` whose requests have ``context`` positions on average."""
         rows = min(rows, len(self._all) - 1)
-        point = self._point[rows]
-        moved = self._level_and_tilt.moved(rows)
         measured = self._measured[rows] + self._of_position * context * rows
-        expected = math.log(measured) + float(self._offset[point]) + moved
-        surprise = _bounded(math.log(seconds) - expected)
-        self._level_and_tilt.observe(rows, moved + surprise)
-        self._offset *= 1 - FORGETTING
-        self._offset[point] += SHAPE_STEP * surprise
+        self._mean *= KEPT
+        self._covariance *= KEPT**2
+        self._covariance += self._forgotten
+        with_this = self._covariance[self._place[rows]].copy()
+        variance = with_this[self._place[rows]] + NOISE**2
+        surprise = math.log(seconds / measured) - self._mean[self._place[rows]]
+        most = OUTLIER * math.sqrt(variance)
+        self._mean += with_this * (min(max(surprise, -most), most) / variance)
+        self._covariance -= np.outer(with_this, with_this) / variance
 
-    def seconds(self, most: int | None = None, context: float = 0.0) -> np.ndarray:
+    def seconds(
+        self, most: int | None = None, context: float = 0.0, optimism: float = 0.0
+    ) -> np.ndarray:
         """Return the seconds by rows, from 0 (as 1) up to ``most`` or all; they never fall.
 
-        ``context``: as in `observe`.
+        ``context``: as in `observe`. ``optimism``: standard deviations by which each number of rows
+        may cost less, beyond those of the number that is known best.
         """
         end = None if most is None else most + 1
-        moved = self._level_and_tilt.curve(self._log_rows[:end]) + self._offset[self._point[:end]]
+        correction = self._mean
+        if optimism:
+            variance = np.diag(self._covariance)
+            correction = correction - optimism * np.sqrt(variance - variance.min())
         measured = self._measured[:end] + self._of_position * context * self._all[:end]
-        curve = measured * np.exp(moved)
+        curve = measured * np.exp(correction[self._place[:end]])
         least: np.ndarray = np.minimum.accumulate(curve[::-1])[::-1]
         return least
 
 
+def _corrected(most: int) -> np.ndarray:
+    """Return the numbers of rows that are corrected, each for those near it."""
+    rows = [1.0]
+    while rows[-1] < most:
+        rows.append(min(max(rows[-1] + 1, float(int(rows[-1] * FINE))), float(most)))
+    return np.array(rows)
+
+
 def followed(seconds: float, seen: float, memory: float = MEMORY) -> float:
-    """Return the average ``seconds`` after another value ``seen``, bounded as in `RowCost`."""
+    """Return the average ``seconds`` after another value ``seen``; see `LARGEST_SURPRISE`."""
     return seconds * math.exp(_bounded(math.log(max(seen, 1e-9) / seconds)) / memory)
 
 

@@ -70,6 +70,29 @@ class TreeWorth:
         self._age[:drafted] = 0
 
 
+class ForwardShares:
+    """How much of the most that a draft forward could earn its nodes did earn.
+
+    By the size of the batch and the number of the forward in its step. A forward that was never
+    made is thought to earn all.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], float] = {}
+
+    def of(self, requests: int, number: int) -> float:
+        return self._known.get((requests.bit_length(), number), 1.0)
+
+    def observe(self, requests: int, bounds: Sequence[float], earned: Sequence[float]) -> None:
+        """Learn from a step's forwards: the ``bounds`` of `frontier_gain`, and what was earned."""
+        for number, (bound, gain) in enumerate(zip(bounds, earned, strict=True)):
+            if bound > 0:
+                old = self._known.get((requests.bit_length(), number))
+                share = min(gain / bound, 1.0)
+                new = share if old is None else old + STEP * (share - old)
+                self._known[requests.bit_length(), number] = new
+
+
 class ForwardSeconds:
     """The seconds of a draft forward and the growth after it, by the size of the batch."""
 

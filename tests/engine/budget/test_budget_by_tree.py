@@ -61,7 +61,8 @@ def values(*chances: float) -> torch.Tensor:
 def cut(found: TreeBudget, *trees: torch.Tensor, drawn: Sequence[bool] = ()) -> list[int]:
     together = torch.cat(trees)
     counts = (together > NO_VALUE).sum(dim=1)
-    return found.cut(together, counts, np.array(drawn) if drawn else None).tolist()
+    forwards = torch.arange(NODES).expand(together.shape)  # as of chains
+    return found.cut(together, counts, forwards, np.array(drawn) if drawn else None).tolist()
 
 
 def test_cheap_rows_are_filled_and_expensive_ones_are_not() -> None:
@@ -197,7 +198,7 @@ def test_the_runner_offers_the_scheduler_the_nodes_that_pay(of_trees: bool, offe
     runner.step = Step(drafted=Drafted(None, 2, 1))
     runner._plain_steps = SimpleNamespace()  # type: ignore[assignment]  # costs were measured
     runner.take_row_cost(RowCost((1, 9), STEEP, 40))
-    runner.step_ended(batch(6), Measured({"target": 0.05, "draft": 1e-3}))
+    runner.step_ended(batch(6), Measured({"target": 0.125, "draft": 1e-3}))
     found = runner.take_draft_token_ids()
     assert found is not None
     assert found.draft_token_ids == [list(range(offered))]
@@ -209,7 +210,7 @@ def pays_after(found: TreeBudget, *frontiers: float) -> list[bool]:
     answers = []
     for chance in frontiers:
         found.observe(batch(3), 1, {"target": 0.05, "draft": 1e-2})
-        cut(found, values(0.9, 0.5), drawn=[True])
+        cut(found, values(0.9, 0.85), drawn=[found._drawn_trees])
         answers.append(found.drafting_pays(torch.tensor([[chance]]).log()))
     return answers
 

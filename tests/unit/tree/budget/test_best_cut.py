@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dyntree_plugin.tree.budget.choice import best_cut, draft_pays
+from dyntree_plugin.tree.budget.choice import best_cut, frontier_gain
 
 CHANCES = st.lists(st.floats(0, 1), min_size=4, max_size=4).map(lambda v: sorted(v, reverse=True))
 BATCHES = st.lists(CHANCES, min_size=1, max_size=3).map(np.array)
@@ -81,10 +81,7 @@ def test_a_cut_has_no_more_rows_than_a_step_holds() -> None:
     assert best_cut(values, np.ones(3), 0.0).counts.tolist() == [0, 0]
 
 
-def test_drafting_ends_when_its_time_earns_more_elsewhere() -> None:
-    frontier = np.array([0.2, 0.1])
-    assert draft_pays(frontier, 0.0, 1.0, rate=0.29)
-    assert not draft_pays(frontier, 0.0, 1.0, rate=0.31)
-    # A row costs as much as the second node can earn.
-    assert not draft_pays(frontier, 0.5, 0.5, rate=0.25)
-    assert not draft_pays(np.zeros(2), 0.0, 1e-9, rate=1.0)
+def test_a_forward_earns_what_its_nodes_are_worth_beyond_their_rows() -> None:
+    frontier = np.array([0.2, 0.1, 0.0])
+    assert frontier_gain(frontier, 0.0) == pytest.approx(0.3)
+    assert frontier_gain(frontier, 0.15) == pytest.approx(0.05), "the second costs more"
