@@ -134,7 +134,11 @@ def _of_other_class(speculation: Any) -> str | None:
     from vllm.model_executor.models.interfaces import supports_eagle3
 
     target = speculation.target_model_config
-    if supports_eagle3(ModelRegistry.resolve_model_cls(target.architecture, target)[0]):
+    try:
+        of_target = ModelRegistry.resolve_model_cls(target.architecture, target)[0]
+    except ValueError:  # The class needs a package, which vLLM names when it loads the model.
+        return None
+    if supports_eagle3(of_target):
         return None
     return (
         f"method={speculation.method!r} is not supported with the target's architecture="

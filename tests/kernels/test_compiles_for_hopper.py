@@ -50,15 +50,15 @@ TYPES = {
     "*fp32": (
         "PARTIAL PARTIAL_M PARTIAL_L TEMPERATURES SCORES SUMS EVIDENCE EDGES TRIE_EVIDENCE "
         "VALUES OPEN FEATURES BASES WEIGHTS STORED_VALUES STORED_FEATURES INFORMATION PRIOR LOW "
-        "HIGH PROCESSED REPETITION FREQUENCY PRESENCE LAWS CHANGES REST SHIFTS TOPS STATES A SKIP "
-        "BIAS LOGS QUERY_SCALE KEY_SCALE VALUE_SCALE"
+        "HIGH PROCESSED REPETITION FREQUENCY PRESENCE CHANCES CHANGES REST SHIFTS TOPS STATES A "
+        "SKIP BIAS LOGS QUERY_SCALE KEY_SCALE VALUE_SCALE"
     ),
     "*i32": (
         "TABLE CTX INDPTR BITS TEXTS LENGTHS KEYS ABOVE EXPANSIONS GRAFT_DEPTHS LOGITS_BOUNDS "
         "ROWS_BOUNDS ANCESTORS SEQ_LENS PREFILL_LENS CTX_LENS IDS ROW_BITS EMITTED REJECTED "
         "SIZES LOCAL PATHS PROMPT_MASK OUTPUT_COUNTS WORD_TOKENS OFFSETS WORD_COUNTS "
         "PROMPT_LENS TOTAL_LENS BUDGETS LAST_STARTS LAST_ENDS START_MARKER END_MARKER FORCED "
-        "VERIFIED LAST_NODE LAW_TOKENS LAW_OF_REST STARTS SELECTED"
+        "VERIFIED LAST_NODE OFFERED OFFERED_LAST STARTS SELECTED"
     ),
     "*i64": (
         "LAYERS TOKENS PARENTS SAMPLED PATH SEEDS POSITIONS REQUESTS ROW_POSITIONS STORED "
@@ -109,7 +109,7 @@ OF_TRIES = {
     ),
 }
 """Arguments that growth leaves out without tries."""
-OF_LAW = {"SIZE": 64, "RANKS": 64, "BLOCKS": 64}
+OF_DRAFT = {"SIZE": 64, "RANKS": 64, "BLOCKS": 64}
 """Of a draft's distribution, and of the logits of a vocabulary of 128 Ki."""
 SM100 = {"capability": 100}
 SIZES = ((1024, {}), (64, SM100))
@@ -273,8 +273,8 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
         (traversal._add_up, {"BLOCK": traversal._BLOCK}),
         (traversal._draw, {"SIZE": 64, "BLOCK": traversal._BLOCK}),
         (traversal._emit, {"BLOCKS": 64}),
-        *((traversal._accept, {"NODES": nodes, **OF_LAW, **each}) for nodes, each in SIZES),
-        *((drawn._draw_children, {"K": 8, "CHILDREN": 8, "KEPT": 64, "ENTRIES": 4096, **OF_LAW,
+        *((traversal._accept, {"NODES": nodes, **OF_DRAFT, **each}) for nodes, each in SIZES),
+        *((drawn._draw_children, {"K": 8, "CHILDREN": 8, "KEPT": 64, "ENTRIES": 4096, **OF_DRAFT,
            "LEARNED": nodes > 64, "GRAFTS": 64, **each}) for nodes, each in SIZES),
         (gumbel._rank, {"BLOCK": gumbel._CANDIDATES, "K": 8, "NOISE": True}),
         *((selection._hide, {"COLUMNS": 1024, **each}) for each in ({}, SM100)),

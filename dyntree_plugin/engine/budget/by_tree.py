@@ -131,7 +131,8 @@ class TreeBudget:
 
         ``chances``, ``forwards`` [R, N], of the nodes that are verified; 0 for others.
         """
-        gains, needed = np.maximum(chances - self._row_tokens, 0.0), forwards.numpy()
+        gains = np.maximum(chances - self._row_tokens, 0.0)
+        needed = forwards.numpy()  # sync: host memory on the CPU
         earned = [float(gains[needed == 1 + number].sum()) for number in range(len(bounds))]
         self._shares.observe(len(chances), bounds, earned)
 
