@@ -14,7 +14,7 @@ from dyntree_kernels.ancestors import ancestor_bits
 from dyntree_kernels.cpu.recurrence import Order, gated_delta_rule, sequences, state_space
 from dyntree_kernels.cpu.tree_layers import Layer
 from dyntree_kernels.recurrence import TreeStates
-from dyntree_plugin.engine.rounding import cuts_bfloat16
+from dyntree_plugin.engine.rounding import truncates_bfloat16
 
 WIDTH = 4
 KINDS = ("gdn", "mamba2", "short conv")
@@ -91,7 +91,7 @@ def _mamba2(dtype: torch.dtype, slots: int, rand: Callable[..., torch.Tensor]) -
 
     def through(mixed: torch.Tensor, gates: torch.Tensor, order: Order) -> torch.Tensor:
         x, b, c = split(mixed)
-        return state_space(order, states, x, gates, a, b, c, d, bias, cut=cuts_bfloat16())
+        return state_space(order, states, x, gates, a, b, c, d, bias, truncate=truncates_bfloat16())
 
     def advance(mixed: torch.Tensor, gates: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         (x, b, c), at = split(mixed), slots.int()

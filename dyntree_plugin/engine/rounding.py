@@ -9,7 +9,7 @@ import vllm._custom_ops as ops
 
 
 @functools.cache
-def cuts_bfloat16() -> bool:
+def truncates_bfloat16() -> bool:
     """Whether vLLM's operators of attention, and of Mamba-2's states, round towards zero.
 
     Its libraries for CPUs without BF16 instructions do, that for CPUs with them rounds to the

@@ -18,10 +18,9 @@ from dyntree_kernels.cpu.latent_attention import LatentTreeAttention
 DEEPSEEK = {"head_size": 576, "rope": 64}
 
 
-def attend(
-    q: torch.Tensor, cache: torch.Tensor, *rows: torch.Tensor, cut: bool = False, **of_layer: Any
-) -> None:
-    LatentTreeAttention(*rows, cut=cut)(q, cache, **of_layer)
+def attend(q: torch.Tensor, cache: torch.Tensor, *rows: torch.Tensor, **of_layer: Any) -> None:
+    truncate = of_layer.pop("truncate", False)
+    LatentTreeAttention(*rows, truncate=truncate)(q, cache, **of_layer)
 
 
 make_case = partial(make_latent_case, attend)
@@ -82,7 +81,7 @@ def test_a_token_agrees_with_vllms_decoding(dtype: torch.dtype) -> None:
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(case.run(), stock, atol=tolerance, rtol=tolerance)
     if dtype == torch.bfloat16:
-        assert rounds_as(stock, case.run(cut=True), case.run(cut=False))
+        assert rounds_as(stock, case.run(truncate=True), case.run(truncate=False))
 
 
 def test_scores_need_all_elements_of_a_vector() -> None:

@@ -118,7 +118,7 @@ def test_a_chain_agrees_with_the_stock_causal_kernel(
     error, stock_error = (out - expected).abs().max(), (stock.double() - expected).abs().max()
     assert error <= 2 * stock_error
     if dtype == torch.bfloat16:
-        assert rounds_as(stock, case.run(cut=True), case.run(cut=False))
+        assert rounds_as(stock, case.run(truncate=True), case.run(truncate=False))
 
 
 def test_masks_and_lengths_may_be_written_after_the_layers_share_them() -> None:

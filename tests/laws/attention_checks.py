@@ -44,12 +44,12 @@ def assert_matches(
     )  # fmt: skip
 
 
-def rounds_as(stock: torch.Tensor, cut: torch.Tensor, nearest: torch.Tensor) -> bool:
+def rounds_as(stock: torch.Tensor, truncate: torch.Tensor, nearest: torch.Tensor) -> bool:
     """Whether engines round to bfloat16 as vLLM's kernel does here, which is the probe's answer."""
-    from dyntree_plugin.engine.rounding import cuts_bfloat16
+    from dyntree_plugin.engine.rounding import truncates_bfloat16
 
-    same = [int((each == stock).sum()) for each in (nearest, cut)]
-    return same[cuts_bfloat16()] > same[not cuts_bfloat16()]
+    same = [int((each == stock).sum()) for each in (nearest, truncate)]
+    return same[truncates_bfloat16()] > same[not truncates_bfloat16()]
 
 
 def on(device: torch.device, features: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dyntree_kernels.cpu.kv_move import KVMover
 from dyntree_kernels.features import SCALES, LayerFeatures
 from dyntree_plugin.engine.attention.features import WithFeatures, element_type
 from dyntree_plugin.engine.attention.metadata import TreeMask
-from dyntree_plugin.engine.rounding import cuts_bfloat16
+from dyntree_plugin.engine.rounding import truncates_bfloat16
 
 
 @dataclass
@@ -49,7 +49,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             tree_mask.ctx_lens,
             common.query_start_loc,
             tree_mask.ancestor_bits,
-            cut=cuts_bfloat16(),
+            truncate=truncates_bfloat16(),
         )
         if tree_mask.has_plain:
             metadata = super().build(common_prefix_len, common, fast_build)

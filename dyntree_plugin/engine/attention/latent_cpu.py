@@ -16,7 +16,7 @@ from dyntree_plugin.engine.attention.latent_layers import (
     LatentTreeImpl,
 )
 from dyntree_plugin.engine.attention.registration import with_trees
-from dyntree_plugin.engine.rounding import cuts_bfloat16
+from dyntree_plugin.engine.rounding import truncates_bfloat16
 
 
 class LatentNumbaBuilder(LatentTreeBuilder):
@@ -28,7 +28,7 @@ class LatentNumbaBuilder(LatentTreeBuilder):
             rows.ctx_lens,
             rows.query_start_loc,
             rows.ancestor_bits,
-            cut=cuts_bfloat16(),
+            truncate=truncates_bfloat16(),
         )
 
 

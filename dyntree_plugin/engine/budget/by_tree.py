@@ -109,15 +109,15 @@ class TreeBudget:
             seen = np.array([trees.tokens / len(chances), trees.seconds])
             self._usual[kind] = usual = seen if usual is None else usual + STEP * (seen - usual)
         self._rate = len(chances) * usual[0] / usual[1]
+        if chains.any():
+            limits, self._rate = self._limits.of(len(chances), chances.shape[1], curve, spent)
+            if self._tries:
+                known = self._cost.seconds(context=self._context)
+                _, self._rate = self._limits.of(len(chances), chances.shape[1], known, spent)
         rows = int(verified.sum()) + len(verified)
         self._row_tokens = self._rate * _next_row_seconds(rows, curve)
-        if chains.any():
-            nodes, known = chances.shape[1], self._cost.seconds(context=self._context)
-            _, self._rate = self._limits.of(len(chances), nodes, known, spent)
-            limits, _ = self._limits.of(len(chances), nodes, curve, spent)
-            self._row_tokens = self._rate * _next_row_seconds(rows, curve)
-            if chains.all() and not self._drawn_trees:
-                self._row_tokens, self._room = limits.least, limits.nodes
+        if chains.all() and not self._drawn_trees:
+            self._row_tokens, self._room = limits.least, limits.nodes
         kept = np.where(np.arange(chances.shape[1]) < verified[:, None], chances, 0.0)
         self._learn_shares(bounds, kept, forwards[torch.from_numpy(decoding)])
         cut = counts.clone()

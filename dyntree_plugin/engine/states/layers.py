@@ -17,7 +17,7 @@ from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from dyntree_kernels.cpu.recurrence import Order, gated_delta_rule, sequences, state_space
 from dyntree_kernels.cpu.tree_layers import Layer, PathCommit
 from dyntree_kernels.recurrence import Commit, TreeStates, inputs
-from dyntree_plugin.engine.rounding import cuts_bfloat16
+from dyntree_plugin.engine.rounding import truncates_bfloat16
 from dyntree_plugin.engine.states.builders import DraftedRows, WithDraftsOnCPU
 from dyntree_plugin.engine.states.rows import DeltaNetRows, Mamba2Rows, ShortConvRows, WithStates
 
@@ -95,7 +95,7 @@ class TreeMambaMixer2(OnCPU, Mamba2Rows, MambaMixer2):
     def _outputs(self, mixed: torch.Tensor, gates: torch.Tensor, order: Order) -> torch.Tensor:
         x, b, c = self.split(mixed)
         given = self.kv_cache[1], x, gates, self.A, b, c, self.D, self.dt_bias
-        return state_space(order, *given, cut=cuts_bfloat16())
+        return state_space(order, *given, truncate=truncates_bfloat16())
 
     def _decode(self, mixed: torch.Tensor, gates: torch.Tensor, slots: torch.Tensor) -> None:
         x, b, c = self.split(mixed)

@@ -188,19 +188,19 @@ def load_rows(dst, q, step, first, head, heads, rows, scale):
 
 
 @compiled
-def store_rows(src, out, step, first, head, heads, rows, cut):
+def store_rows(src, out, step, first, head, heads, rows, truncate):
     d = src.shape[1]
     for i in range(rows):
         at = (first + i // heads) * step + (head + i % heads) * d
         row = out[at : at + d]
         for j in range(d):
-            row[j] = from_float(towards_zero(src[i, j]) if cut else src[i, j], row[j])
+            row[j] = from_float(towards_zero(src[i, j]) if truncate else src[i, j], row[j])
 
 
 @compiled(parallel=True, nogil=True)
 def _tree_attention(
     q, q_step, keys, values, steps, n, d, paired, block_table, ctx_lens, qo_indptr, bits,
-    kv_heads, heads, chunk, out, out_step, scales, workspace, words, beyond, cut,
+    kv_heads, heads, chunk, out, out_step, scales, workspace, words, beyond, truncate,
 ):  # fmt: skip
     """scales [2, Hkv]: factors of the scores, and of the values, of each KV head."""
     threads = workspace.shape[0]
@@ -235,7 +235,7 @@ def _tree_attention(
                     if scales[1, h] != np.float32(1):
                         _multiply(result, scales[1, h])
                     store_rows(
-                        result, out, out_step, first, h * heads, heads, count * heads, cut
+                        result, out, out_step, first, h * heads, heads, count * heads, truncate
                     )  # fmt: skip
 
 
@@ -270,8 +270,8 @@ class TreeAttention:
 
     A layer of a small model takes tens of microseconds, so everything that layers share is prepared
     once. See `dyntree_kernels` for the arguments. Contiguous int32 tensors are not copied, so later
-    writes to them take effect. With ``cut``, results in bfloat16 are rounded towards zero instead
-    of to the nearest.
+    writes to them take effect. With ``truncate``, results in bfloat16 are rounded towards zero,
+    else to the nearest.
     """
 
     def __init__(
@@ -281,9 +281,9 @@ class TreeAttention:
         qo_indptr: torch.Tensor,
         ancestor_bits: torch.Tensor,
         *,
-        cut: bool = False,
+        truncate: bool = False,
     ) -> None:
-        self._cut = cut
+        self._truncate = truncate
         self._block_table = block_table.int().contiguous().numpy()
         self._ctx_lens = ctx_lens.int().contiguous().numpy()
         self._qo_indptr = qo_indptr.int().contiguous().numpy()
@@ -318,11 +318,11 @@ class TreeAttention:
             rows_of(q), q.stride(0), cache.keys, cache.values, cache.steps, cache.block_size, d,
             cache.paired, self._block_table, self._ctx_lens, self._qo_indptr, self._bits, kv_heads,
             heads, chunk, rows_of(out), out.stride(0), _scales(features, kv_heads), self._floats,
-            self._words, _beyond(features, q_heads), self._cuts(out),
+            self._words, _beyond(features, q_heads), self._truncates(out),
         )  # fmt: skip
 
-    def _cuts(self, out: torch.Tensor) -> bool:
-        return self._cut and out.dtype == torch.bfloat16
+    def _truncates(self, out: torch.Tensor) -> bool:
+        return self._truncate and out.dtype == torch.bfloat16
 
     def _allocate(self, threads: int, rows: int, d: int) -> None:
         size = rows * (2 * d + TILE + 2) + 2 * d * TILE
@@ -373,7 +373,7 @@ def tree_attention(
     out: torch.Tensor,
     features: LayerFeatures,
     *,
-    cut: bool = False,
+    truncate: bool = False,
 ) -> None:
     """Compute the attention of tree rows over a packed CPU cache, and write it to `out`.
 
@@ -382,5 +382,5 @@ def tree_attention(
     Raises:
         ValueError: for an unsupported layout, dtype or shape, or features that are not served.
     """
-    attend = TreeAttention(block_table, ctx_lens, qo_indptr, ancestor_bits, cut=cut)
+    attend = TreeAttention(block_table, ctx_lens, qo_indptr, ancestor_bits, truncate=truncate)
     attend(q, PackedCache(key_cache, value_cache, isa), out, features)

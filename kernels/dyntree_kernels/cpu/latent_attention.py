@@ -99,7 +99,7 @@ def _chunk_attention(q, cache, steps, n, table, ctx, bits, heads, out, workspace
 @compiled(parallel=True, nogil=True)
 def _latent_attention(
     q, q_step, cache, steps, n, sizes, block_table, ctx_lens, qo_indptr, bits, heads, chunk, out,
-    out_step, scale, workspace, words, cut,
+    out_step, scale, workspace, words, truncate,
 ):  # fmt: skip
     threads, (d, v) = workspace.shape[0], sizes
     for thread in numba.prange(threads):
@@ -125,7 +125,7 @@ def _latent_attention(
                     bits[first : first + count], heads, result, space[rows * (d + v) :],
                     words[thread],
                 )  # fmt: skip
-                store_rows(result, out, out_step, first, 0, heads, count * heads, cut)
+                store_rows(result, out, out_step, first, 0, heads, count * heads, truncate)
 
 
 class LatentTreeAttention(TreeAttention):
@@ -162,5 +162,5 @@ class LatentTreeAttention(TreeAttention):
             rows_of(q), q.stride(0), as_numpy(flat(cache)), cache.stride()[:2], cache.shape[1],
             (d, v), self._block_table, self._ctx_lens, self._qo_indptr, self._bits, heads, chunk,
             rows_of(out), out.stride(0), np.float32(features.scale), self._floats, self._words,
-            self._cuts(out),
+            self._truncates(out),
         )  # fmt: skip

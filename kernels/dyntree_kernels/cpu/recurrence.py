@@ -181,20 +181,20 @@ def gated_delta_rule(
 
 
 @compiled(fastmath={*_FUSED, "reassoc"})
-def _space_token(src, dst, like, cut, x, b, c, dt, decay, skip, out):
+def _space_token(src, dst, like, truncate, x, b, c, dt, decay, skip, out):
     """Take a head's state src [P, N] to dst by a token, and write its output [P]."""
     for i in range(len(x)):
         total = _ZERO
         for j in range(len(b)):
             s = src[i, j] * decay + b[j] * x[i] * dt
             total += s * c[j]
-            dst[i, j] = to_float(from_float(towards_zero(s) if cut else s, like))
+            dst[i, j] = to_float(from_float(towards_zero(s) if truncate else s, like))
         out[i] = total + x[i] * skip
 
 
 @compiled(parallel=True, nogil=True)
 def _state_space(
-    states, slots, starts, above, own, keep, x, dt, a, b, c, d, dt_bias, out, space, cut
+    states, slots, starts, above, own, keep, x, dt, a, b, c, d, dt_bias, out, space, truncate
 ):  # fmt: skip
     threads, heads = space.shape[0], x.shape[1]
     group = heads // b.shape[1]
@@ -215,8 +215,8 @@ def _state_space(
                     left[j] = to_float(b[t, h // group, j])
                     right[j] = to_float(c[t, h // group, j])
                 _space_token(
-                    held[above[t]], held[own[t]], state[0, 0], cut, value, left, right, step, decay,
-                    to_float(d[h]), result,
+                    held[above[t]], held[own[t]], state[0, 0], truncate, value, left, right, step,
+                    decay, to_float(d[h]), result,
                 )  # fmt: skip
                 for j in range(len(value)):
                     out[t, h, j] = from_float(result[j], out[t, h, j])
@@ -235,7 +235,7 @@ def state_space(
     d: torch.Tensor,
     dt_bias: torch.Tensor,
     *,
-    cut: bool = False,
+    truncate: bool = False,
 ) -> torch.Tensor:
     """Run T tokens through Mamba-2's state space of H heads.
 
@@ -248,7 +248,7 @@ def state_space(
         dt: [T, H].
         a, d, dt_bias: [H].
         b, c: [T, G, N], with H a multiple of G.
-        cut: whether states in bfloat16 are rounded towards zero instead of to the nearest.
+        truncate: whether states in bfloat16 are rounded towards zero instead of to the nearest.
 
     Returns:
         [T, H, P], of x's type.
@@ -256,7 +256,7 @@ def state_space(
     out = torch.empty(x.shape, dtype=x.dtype)
     space = _space(order, states, x.numel() * b.shape[2])
     read = _dense(x, dt, a, b, c, d, dt_bias)
-    toward_zero = cut and states.dtype == torch.bfloat16
+    toward_zero = truncate and states.dtype == torch.bfloat16
     _state_space(*_places(order, states), *read, as_numpy(out), space, toward_zero)
     return out
 
