@@ -81,7 +81,7 @@ class Step:
         record = StepRecord(self.plain)
         record.sampled(self.batch, self.found, PLAN, True, SHAPE.max_depth - 1)
         record.send(at_hand)
-        record.ended(SHAPE.max_depth, Measured(dict.fromkeys(STAGES, 0.002)))
+        record.ended(SHAPE.max_depth, Measured(dict.fromkeys(STAGES, 0.002)), (0.006, 0.012))
         return StepTimes().complete(record)
 
     def add_up(self, counts: WorkerCounts) -> TreeSpecDecodingStats:

@@ -302,16 +302,19 @@ class TreeRunnerMixin(TreeStage):
             self.recent_drafts.add_parents(self.ops.send(parents))
         record, self._record = self._record, self._new_record()
         times = self.clock.split()
-        record.ended(self.step.drafted.forwards, times)
-        self.step_ended(batch, times)
+        record.ended(self.step.drafted.forwards, times, self.step_ended(batch, times))
         return CountedOutput(output, record, self._step_times)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Hand the drafts of the last steps to the scheduler."""
         return self.recent_drafts.take()
 
-    def step_ended(self, batch: InputBatch, times: StageTimes) -> None:
-        """Learn from a step; ``times`` may not be known yet."""
+    def step_ended(self, batch: InputBatch, times: StageTimes) -> tuple[float, float] | None:
+        """Learn from a step; ``times`` may not be known yet.
+
+        Return its seconds as they were expected, and as they are; None if nothing was expected.
+        """
+        return None
 
     def _new_record(self) -> StepRecord:
         """Make the next step's record; the first one carries the row costs to the scheduler."""

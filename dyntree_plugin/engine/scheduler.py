@@ -128,11 +128,12 @@ class TreeCounting(Scheduler):
     ) -> Any:
         grammar_seconds = self._grammars.take_seconds()
         counts: WorkerCounts | None = getattr(model_runner_output, ATTRIBUTE, None)
-        self._take_counts(counts, model_runner_output.req_id_to_index, grammar_seconds)
         if self._buckets is not None and counts is not None:
             if counts.row_cost is not None:
                 self._buckets.measured(counts.row_cost, counts.fewest_forwards)
-            self._buckets.observe(counts, scheduler_output.total_num_scheduled_tokens)
+            rows = scheduler_output.total_num_scheduled_tokens
+            counts.expected = self._buckets.observe(counts, rows)
+        self._take_counts(counts, model_runner_output.req_id_to_index, grammar_seconds)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _take_counts(

@@ -32,6 +32,9 @@ step or in the context."""
 TREE, PLAIN = "tree", "plain"
 """The two parts of the estimated speed: steps with trees, and plain steps for the same tokens."""
 
+EXPECTED, MEASURED = "expected", "measured"
+"""The seconds of a step as the adaptive budget expected them, and as they were."""
+
 TARGET, DRAFT = "target", "draft"
 """The models whose weights vLLM can replace while it serves."""
 
@@ -205,6 +208,15 @@ METRICS = (
         "start-up and corrected while serving. Nothing is counted while it is too uncertain, such "
         "as in the first 20 steps.",
         labels=("decoding",),
+    ),
+    Metric(
+        PREFIX + "budget_seconds",
+        "counter",
+        "budgeted",
+        "Time of steps in which every request decoded, as the adaptive budget expected it "
+        "(expected) and as it was (measured). If they differ for long, the budget chooses by wrong "
+        "costs.",
+        labels=("time",),
     ),
     Metric(
         PREFIX + "node_budget",

@@ -75,8 +75,11 @@ class NodeBuckets:
         """Use the costs that were measured at start-up, and the fewest forwards of a step."""
         self._cost, self._fewest = cost, fewest_forwards
 
-    def observe(self, counts: WorkerCounts, rows: int) -> None:
-        """Learn from the output of a step of ``rows``."""
+    def observe(self, counts: WorkerCounts, rows: int) -> tuple[float, float] | None:
+        """Learn from the output of a step of ``rows``.
+
+        Return its seconds as they were expected, and as they are; None if nothing was expected.
+        """
         now, before = time.perf_counter(), self._came
         if counts.replaced:  # The worth of trees is another with other weights.
             self._worth = TreeWorth(self._most)
@@ -86,17 +89,18 @@ class NodeBuckets:
         decoding = all(counts.decoding)
         self._came = now if decoding else None
         if not decoding:
-            return
+            return None
         self._context = counts.context
         if counts.worth and counts.verified and counts.growth_forwards is not None:
             known = len(counts.worth) if counts.ended_early else counts.growth_forwards + 1
             seen = np.asarray(counts.worth)[:known, self._offered]
             self._worth.observe(seen, len(counts.decoding))
         forward = self._forward_seconds.of(len(counts.decoding))
-        if self._cost is not None and before is not None and forward is not None:
-            # Asynchronously, the trees of a step are drafted after the output of the one before.
-            forwards = 1 + (counts.growth_forwards or 0)
-            if self._synchronous:
-                forwards = counts.draft_forwards
-            spent = max(now - before - forward * forwards, 1e-6)
-            self._cost.observe(rows, spent, self._context)
+        if self._cost is None or before is None or forward is None:
+            return None
+        # Asynchronously, the trees of a step are drafted after the output of the one before.
+        forwards = 1 + (counts.growth_forwards or 0)
+        if self._synchronous:
+            forwards = counts.draft_forwards
+        spent = max(now - before - forward * forwards, 1e-6)
+        return self._cost.observe(rows, spent, self._context) + forward * forwards, now - before

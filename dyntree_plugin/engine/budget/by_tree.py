@@ -173,8 +173,13 @@ class TreeBudget:
         self._gains[kind] = gain if usual is None else usual + STEP * (gain - usual)
         return math.inf if usual is None else usual
 
-    def observe(self, batch: InputBatch, forwards: int, stage_seconds: dict[str, float]) -> None:
-        """Learn from a step with ``forwards`` of the draft, if all of its requests decoded."""
+    def observe(
+        self, batch: InputBatch, forwards: int, stage_seconds: dict[str, float]
+    ) -> tuple[float, float] | None:
+        """Learn from a step with ``forwards`` of the draft, if all of its requests decoded.
+
+        Return its seconds as they were expected, and as they are; None if nothing was expected.
+        """
         requests = slice(batch.num_reqs)
         computed = batch.num_computed_tokens_np[requests] + batch.num_scheduled_tokens[requests]
         self._decode_next = computed >= batch.prefill_len_np[requests]
@@ -183,12 +188,15 @@ class TreeBudget:
         self._observe_pace(total)
         drafting = sum(stage_seconds.get(stage, 0.0) for stage in DRAFTING)
         if self._cost is None or not drafting or batch.is_prefilling_np[requests].any():
-            return
+            return None
         self._steps += 1
-        self._cost.observe(batch.num_tokens, max(total - drafting, 1e-6), self._context)
+        spent = max(total - drafting, 1e-6)
+        expected = self._cost.observe(batch.num_tokens, spent, self._context)
         # Without a draft model, look-up takes the place of one forward.
         self._forwards = max(forwards, 1)
+        forward = self._forward_seconds.of(batch.num_reqs)
         self._forward_seconds.observe(batch.num_reqs, self._forwards, drafting)
+        return None if forward is None else (expected + self._forwards * forward, total)
 
     def _observe_pace(self, total: float) -> None:
         """Learn the time outside of all stages; ``total``: seconds of the step's stages.

@@ -78,10 +78,10 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         else:
             self._budget.measured(cost)
 
-    def step_ended(self, batch: InputBatch, times: StageTimes) -> None:
-        if self._budget is not None and self._plain_steps is not None:
-            forwards = self.step.drafted.forwards
-            self._budget.observe(batch, forwards, times.seconds())
+    def step_ended(self, batch: InputBatch, times: StageTimes) -> tuple[float, float] | None:
+        if self._budget is None or self._plain_steps is None:
+            return None
+        return self._budget.observe(batch, self.step.drafted.forwards, times.seconds())
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Return each request's drafts for the scheduler: the nodes that pay, without padding.

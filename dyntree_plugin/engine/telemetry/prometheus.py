@@ -15,7 +15,9 @@ from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats
 from dyntree_plugin.metrics.names import (
     CONFIG_LABELS,
     DRAFT,
+    EXPECTED,
     FALLBACK_REASONS,
+    MEASURED,
     METRICS,
     PLAIN,
     PRUNE_REASONS,
@@ -125,5 +127,6 @@ def _label_values(metric: Metric, plan: TreePlan) -> list[tuple[object, ...]]:
         "model": (TARGET, DRAFT),
         "stage": STAGES,
         "decoding": (TREE, PLAIN),
+        "time": (EXPECTED, MEASURED),
     }
     return [(value,) for value in values[label]]

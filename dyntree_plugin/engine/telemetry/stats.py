@@ -12,7 +12,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from dyntree_kernels.contracts import KINDS, report_places
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
 from dyntree_plugin.engine.telemetry.sources import by_source
-from dyntree_plugin.metrics.names import BUDGET, PLAIN, SCHEDULER, TREE
+from dyntree_plugin.metrics.names import BUDGET, EXPECTED, MEASURED, PLAIN, SCHEDULER, TREE
 from dyntree_plugin.tree.step import SOURCES
 
 
@@ -28,7 +28,8 @@ class TreeSpecDecodingStats(SpecDecodingStats):
     indices in `SOURCES` of their accepted nodes. ``fallbacks``: requests with a chain or no tree,
     by reason. ``pruned``: nodes that were grown and not verified, by reason.
     ``grammar_seconds``: time of filling bitmasks. ``compared``: seconds of a step with
-    trees, and the target's without trees for the delivered tokens. The rest is as in WorkerCounts.
+    trees, and the target's without trees for the delivered tokens. ``budgeted``: seconds of a step
+    as the adaptive budget expected them, and as they were. The rest is as in WorkerCounts.
     """
 
     tree_nodes: list[int] = field(default_factory=list)
@@ -50,6 +51,7 @@ class TreeSpecDecodingStats(SpecDecodingStats):
     stage_seconds: dict[str, float] = field(default_factory=dict)
     grammar_seconds: list[float] = field(default_factory=list)
     compared: dict[str, float] = field(default_factory=dict)
+    budgeted: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of_step(
@@ -65,6 +67,7 @@ class TreeSpecDecodingStats(SpecDecodingStats):
             node_budget=counts.node_budget,
             stage_seconds=counts.stage_seconds,
             grammar_seconds=[*grammar_seconds],
+            budgeted=dict(zip((EXPECTED, MEASURED), counts.expected or (), strict=False)),
         )
 
     def observe_trees(self, counts: WorkerCounts, accepted: Mapping[int, int]) -> None:

@@ -90,8 +90,15 @@ class StepRecord:
         """Copy the report to the host."""
         self._arrival = None if self._report is None else send(self._report)
 
-    def ended(self, draft_forwards: int, times: StageTimes) -> None:
+    def ended(
+        self,
+        draft_forwards: int,
+        times: StageTimes,
+        expected: tuple[float, float] | None = None,
+    ) -> None:
+        """Record the step's drafting; ``expected``: as in WorkerCounts."""
         self._counts.draft_forwards, self.times = draft_forwards, times
+        self._counts.expected = expected
 
     def counts(self) -> WorkerCounts:
         """Return the counts, without times; waits for the copy that `send` began."""

@@ -71,8 +71,11 @@ class RowCost:
         self._covariance = LEVEL**2 + TILT**2 * np.outer(at, at) + shape
         self._forgotten = (1 - KEPT**2) * shape + DRIFT**2
 
-    def observe(self, rows: int, seconds: float, context: float = 0.0) -> None:
-        """Learn from a step of ``rows`` whose requests have ``context`` positions on average."""
+    def observe(self, rows: int, seconds: float, context: float = 0.0) -> float:
+        """Learn from a step of ``rows``; return the seconds that were expected of it.
+
+        ``context``: mean positions of the step's requests.
+        """
         rows = min(rows, len(self._all) - 1)
         measured = self._measured[rows] + self._of_position * context * rows
         self._mean *= KEPT
@@ -80,10 +83,12 @@ class RowCost:
         self._covariance += self._forgotten
         with_this = self._covariance[self._place[rows]].copy()
         variance = with_this[self._place[rows]] + NOISE**2
-        surprise = math.log(seconds / measured) - self._mean[self._place[rows]]
+        expected = float(measured * math.exp(self._mean[self._place[rows]]))
+        surprise = math.log(seconds / expected)
         most = OUTLIER * math.sqrt(variance)
         self._mean += with_this * (min(max(surprise, -most), most) / variance)
         self._covariance -= np.outer(with_this, with_this) / variance
+        return expected
 
     def seconds(
         self, most: int | None = None, context: float = 0.0, optimism: float = 0.0

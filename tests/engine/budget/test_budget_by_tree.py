@@ -198,7 +198,10 @@ def test_the_runner_offers_the_scheduler_the_nodes_that_pay(of_trees: bool, offe
     runner.step = Step(drafted=Drafted(None, 2, 1))
     runner._plain_steps = SimpleNamespace()  # type: ignore[assignment]  # costs were measured
     runner.take_row_cost(RowCost((1, 9), STEEP, 40))
-    runner.step_ended(batch(6), Measured({"target": 0.125, "draft": 1e-3}))
+    times = Measured({"target": 0.125, "draft": 1e-3})
+    runner.step_ended(batch(6), times)
+    expected = runner.step_ended(batch(6), times)
+    assert expected == (pytest.approx((0.126, 0.126), rel=0.05) if of_trees else None)
     found = runner.take_draft_token_ids()
     assert found is not None
     assert found.draft_token_ids == [list(range(offered))]

@@ -41,6 +41,7 @@ class World:
         cost = RowCost((1, 3000), seconds, 3000, self.measured_position)
         self.buckets.measured(cost, self.fewest)
 
+        self.expected: tuple[float, float] | None = None
         self.waiting: tuple[int, int] | None = None  # forwards and nodes of the last trees
         self.tokens = 0.0
         self.replaced: dict[str, int] = {}
@@ -88,7 +89,7 @@ class World:
             replaced=replaced,
             context=self.context,
         )
-        self.buckets.observe(counts, self.requests * (1 + nodes))
+        self.expected = self.buckets.observe(counts, self.requests * (1 + nodes))
         nodes = self.buckets[self.requests]
         self.waiting = (self.buckets.forwards, nodes)
         self.chosen.append(self.waiting)
@@ -117,6 +118,9 @@ def test_the_choice_of_forwards_and_nodes_becomes_the_best_of_its_world(
     assert world.buckets[1] == SIZES[-1], "nothing is known yet"
     world.run(400)
     assert world.run(640) > 0.96
+    assert world.expected is not None
+    expected, measured = world.expected
+    assert expected == pytest.approx(measured, rel=0.1)
     usual = max(set(world.chosen[-640:]), key=world.chosen[-640:].count)
     assert world.rate(*usual) > 0.99 * world.best
 
@@ -199,7 +203,12 @@ def test_the_drafting_between_two_outputs_is_no_cost_of_rows(
     """It is the step's own, or that of the trees that the step verified."""
     now, seen = [0.0], list[tuple[int, float]]()
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    cost: Any = SimpleNamespace(observe=lambda rows, took, _: seen.append((rows, took)))
+
+    def observe(rows: int, took: float, context: float) -> float:
+        seen.append((rows, took))
+        return took
+
+    cost: Any = SimpleNamespace(observe=observe)
     buckets = NodeBuckets(SIZES, FORWARDS, synchronous=synchronous)
     buckets.measured(cost)
     for _ in range(2):

@@ -174,9 +174,12 @@ def test_nodes_behind_the_end_of_a_request_are_not_accepted(
 def test_the_seconds_of_a_step_that_come_later_are_those_of_its_own_tokens() -> None:
     scheduler = Counting()
     first = scheduler.step(worker_counts([5, 3], [3, 3], [0, 0]), {"a": 3, "b": 1})
-    late = worker_counts([5, 3], [3, 3], [0, 0], compared=[(0.0, 0.0), (0.5, 0.25)])
-    assert first.compared == {}
-    assert scheduler.step(late, {"a": 0, "b": 1}).compared == {"tree": 0.5, "plain": 0.25 * 3}
+    late = [(0.0, 0.0), (0.5, 0.25)]
+    counts = worker_counts([5, 3], [3, 3], [0, 0], compared=late, expected=(0.25, 0.5))
+    second = scheduler.step(counts, {"a": 0, "b": 1})
+    assert first.compared == first.budgeted == {}
+    assert second.compared == {"tree": 0.5, "plain": 0.25 * 3}
+    assert second.budgeted == {"expected": 0.25, "measured": 0.5}
 
 
 def test_a_requests_metrics_leave_out_steps_that_verified_nothing() -> None:
