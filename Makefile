@@ -3,7 +3,7 @@
 BIN := .venv/bin
 export MAKECMDGOALS
 
-.PHONY: help demo test test-fast test-e2e test-quiet test-slow soak fuzz gpu-kernels gpu-e2e dashboards tables screenshots lint format clean
+.PHONY: help demo test test-fast test-e2e test-quiet test-slow soak fuzz gpu-kernels gpu-e2e tables screenshots lint format clean
 
 help: ## Shows the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -51,9 +51,6 @@ gpu-kernels: ## Checks and measures the kernels on this machine's GPU; OUT=... s
 
 gpu-e2e: ## Checks or measures the engine on a GPU: PART=first on a new machine, then others; OUT=...
 	@scripts/gpu_e2e.sh
-
-dashboards: .venv/installed ## Writes the Grafana dashboards and Prometheus' recording rules.
-	$(BIN)/python grafana/generate.py
 
 tables: .venv/installed ## Writes the generated tables into the pages.
 	PYTHONPATH=. $(BIN)/python scripts/write_tables.py

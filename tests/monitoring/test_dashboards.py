@@ -1,44 +1,75 @@
-"""The generated dashboards, without a server."""
+"""The dashboards, without a server."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
-from typing import Any
+from pathlib import Path
 
 import promql_parser
 import pytest
 import yaml
-from generated import DASHBOARDS, panels
+from dashboards import DASHBOARDS, panels
 from stack import GRAFANA
 
 from dyntree_plugin.metrics.names import METRICS
 
 PANELS = [panel for dashboard in DASHBOARDS.values() for panel in panels(dashboard)]
+FORMULAS = {target["expr"] for panel in PANELS for target in panel["targets"]}
+SUFFIXES = ("", "_total", "_bucket", "_sum", "_count")
 
 
-@pytest.fixture
-def generate(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the generator's module."""
-    monkeypatch.syspath_prepend(str(GRAFANA))
-    import generate
-
-    return generate
+def recorded() -> dict[str, str]:
+    """Return what Prometheus records for the alerts: the expression by name."""
+    rules = yaml.safe_load((GRAFANA / "prometheus" / "recording.yml").read_text())
+    return {each["record"]: each["expr"] for each in rules["groups"][0]["rules"]}
 
 
-def test_the_generated_files_are_up_to_date(generate: Any) -> None:
-    written = dict(generate.files())
-    assert {path: path.read_text() for path in written} == written
-    assert {path for path in written if path.suffix == ".json"} == set(
-        (GRAFANA / "dashboards").iterdir()
-    )
+def metrics_of(expression: str) -> set[str]:
+    """Return the metrics that a PromQL expression names, without what it has in quotes."""
+    return {*re.findall(r"(?<![\w:])[a-z_]+:[a-z_:0-9]+", re.sub(r'"[^"]*"', "", expression))}
 
 
-def test_a_query_of_a_metric_that_no_code_defines_is_an_error(generate: Any) -> None:
-    defined = generate.defined_metrics()
-    assert generate.undefined(defined) == []
+def defined() -> set[str]:
+    """Return the names that can be queried: ours by kind, and vLLM's as its source spells them."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    code = Path(spec.origin).parent / "v1"
+    texts = [(code / name).read_text() for name in ("metrics/loggers.py", "spec_decode/metrics.py")]
+    of_vllm = re.findall(r'"(vllm:[a-z0-9_]+)"', "".join(texts))
+    return {name for metric in METRICS for name in metric.series} | {
+        name + suffix for name in of_vllm for suffix in SUFFIXES
+    }
+
+
+def undefined(known: set[str]) -> set[str]:
+    """Return the metrics of panels and rules that are not ``known``."""
+    return {name for each in (*FORMULAS, *recorded().values()) for name in metrics_of(each)} - known
+
+
+def test_every_metric_that_is_queried_is_defined_by_some_code() -> None:
+    assert undefined(defined()) == set()
     missing = "vllm:dyntree_node_budget"
-    assert any(missing in found for found in generate.undefined(defined - {missing}))
+    assert undefined(defined() - {missing}) == {missing}
+
+
+def test_alerts_read_what_the_panels_show() -> None:
+    """A rule is the formula of some panel, over all that is served instead of what is chosen."""
+
+    def everywhere(expression: str) -> str:
+        chosen = re.sub(r'(job|model_name|instance|engine)=~"\$\1",?', "", expression)
+        over = chosen.replace(",}", "}").replace("{}", "").replace("$__rate_interval", "5m")
+        return re.sub(r"sum by \([\w, ]*\) ", "sum", over)
+
+    shown = [everywhere(each) for each in FORMULAS]
+    alone = [
+        name
+        for name, rule in recorded().items()
+        if not any(everywhere(rule) in one for one in shown)
+    ]
+    assert alone == []
 
 
 def test_every_metric_of_ours_is_on_some_dashboard() -> None:
@@ -60,6 +91,18 @@ def test_a_panel_says_what_it_shows_and_its_queries_parse() -> None:
                 assert f"`{name}`" in panel["description"], panel["title"]
         assert len(panel["description"]) > 30
         assert panel["datasource"]["uid"] == "${datasource}"
+
+
+def test_a_series_has_one_colour_on_all_panels() -> None:
+    found: dict[str, set[str]] = {}
+    for panel in PANELS:
+        for override in panel["fieldConfig"]["overrides"]:
+            for one in override["properties"]:
+                if one["id"] == "color":
+                    name, colour = override["matcher"]["options"], one["value"]["fixedColor"]
+                    found.setdefault(name, set()).add(colour)
+    assert len(found) > 10
+    assert {name: colours for name, colours in found.items() if len(colours) > 1} == {}
 
 
 @pytest.mark.parametrize("name", sorted(DASHBOARDS))

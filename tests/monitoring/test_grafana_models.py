@@ -1,4 +1,4 @@
-"""Grafana's own models read the generated dashboards and write them back without loss.
+"""Grafana's own models read the dashboards and write them back without loss.
 
 They drop what Grafana does not know, so a misspelt or misplaced field is found here.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from generated import DASHBOARDS
+from dashboards import DASHBOARDS
 from stack import GRAFANA
 
 SDK = "grafana-foundation-sdk"

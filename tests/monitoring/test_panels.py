@@ -11,7 +11,7 @@ from pathlib import Path
 import made_up
 import pytest
 import stack
-from generated import DASHBOARDS, filled_in, legend, panels
+from dashboards import DASHBOARDS, filled_in, legend, panels
 from made_up import DEPTHS
 from stack import Prometheus
 

@@ -11,7 +11,7 @@ import time
 import pytest
 import stack
 import traffic
-from generated import DASHBOARDS, filled_in, panel_of, panels
+from dashboards import DASHBOARDS, filled_in, panel_of, panels
 from prometheus_client.multiprocess import MultiProcessCollector
 from stack import Prometheus, Server
 from traffic import Received

@@ -14,7 +14,7 @@ SOURCES = sorted(
 )
 BESIDE = sorted(
     path
-    for folder in ("tests", "scripts", "examples", "grafana")
+    for folder in ("tests", "scripts", "examples")
     for path in (REPOSITORY / folder).rglob("*.py")
 )
 MOST_LINES = 400
@@ -43,9 +43,7 @@ def too_long(source: str) -> set[str]:
 
 def test_the_sources_are_found() -> None:
     assert {"options.py", "contracts.py", "shapes.py"} <= {path.name for path in SOURCES}
-    assert {"test_house.py", "write_tables.py", "offline.py", "generate.py"} <= {
-        path.name for path in BESIDE
-    }
+    assert {"test_house.py", "write_tables.py", "offline.py"} <= {path.name for path in BESIDE}
     assert lines(REPOSITORY / "dyntree_plugin" / "options" / "options.py") > 100
 
 
