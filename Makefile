@@ -59,10 +59,11 @@ screenshots: .venv/installed ## Makes the README's pictures.
 	$(BIN)/python scripts/show_screenshot.py
 	PYTHONPATH=.:tests $(BIN)/python tests/monitoring/screenshots.py docs/images
 
-lint: .venv/installed ## Checks style and types.
+lint: .venv/installed ## Checks style, types and the direction of imports.
 	$(BIN)/shellcheck scripts/*.sh .ci/run
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
 
 format: .venv/installed ## Formats the code.
