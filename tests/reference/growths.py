@@ -1,11 +1,10 @@
-"""Growths as their papers describe them: one request, a dictionary or a heap, plain numbers."""
+"""Growths as their papers describe them: one request, a heap or layers, plain numbers."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dyntree_plugin.tree.shape import TreeShape
@@ -30,91 +29,6 @@ class Slot(NamedTuple):
     path: Path
     slot: float
     value: float
-
-
-class Valued(NamedTuple):
-    """A node of a best-first tree: its path, and the log of its value."""
-
-    path: Path
-    value: float
-
-
-class TopK:
-    """Best-first growth from a draft and perhaps a trie, with a dictionary of edges.
-
-    ``log_draft`` gives log D(· | x, path), or is None where no draft runs. ``trie`` holds the log
-    chance of every node's edge by its path. Where the draft runs, the edges of the trie's nodes
-    follow D. ``room`` is the number of the request's scratch columns, and ``least`` the least
-    value. ``whole_paths`` says whether one forward may expand a node and its child.
-    """
-
-    def __init__(
-        self,
-        log_draft: Callable[[Path], Sequence[float]] | None,
-        shape: TreeShape,
-        room: int,
-        trie: Mapping[Path, float],
-        least: float = 0.0,
-        whole_paths: bool = True,
-    ) -> None:
-        self.whole_paths = whole_paths
-        self.log_draft, self.shape, self.room = log_draft, shape, room
-        self.least = math.log(least) if least else -math.inf
-        self.edges = {p: edge for p, edge in trie.items() if len(p) <= shape.max_depth}
-        self.trie = frozenset(self.edges)
-        self.opened: set[Path] = {()}
-
-    def tree(self) -> list[Valued]:
-        """Grow, and return the nodes in order of falling value."""
-        if self.log_draft is not None:
-            self.expand(())
-            column = 0
-            for width in self.shape.widths:
-                found = self.frontier(width, column)
-                self.opened.update(found)
-                for path in found:
-                    self.expand(path)
-                column += width
-        best = sorted(self.existing(), key=lambda path: -self.value(path))
-        kept = [p for n, p in enumerate(best) if n == 0 or self.value(p) >= self.least]
-        return [Valued(path, self.value(path)) for path in kept[: self.shape.node_budget]]
-
-    def frontier(self, width: int, first: int) -> list[Path]:
-        """Return the nodes to expand in columns from ``first``: the ``width`` most valuable nodes
-        without children."""
-        known = self.existing()
-        closed = [p for p in known if p not in self.opened and len(p) < self.shape.max_depth]
-        if not self.whole_paths:
-            closed = [p for p in closed if p[:-1] in self.opened]
-        chosen = sorted(closed, key=lambda path: -self.value(path))[:width]
-        values = sorted((self.value(path) for path in known), reverse=True)
-        full = len(values) >= self.shape.node_budget
-        bound = values[self.shape.node_budget - 1] if full else -math.inf
-        return [
-            path
-            for column, path in enumerate(chosen, start=first)
-            if column < self.room and self.value(path) > bound and self.value(path) >= self.least
-        ]
-
-    def expand(self, path: Path) -> None:
-        assert self.log_draft is not None
-        scores = self.log_draft(path)
-        for child in self.trie:
-            if child[:-1] == path:
-                self.edges[child] = scores[child[-1]]
-        tokens = sorted(range(len(scores)), key=lambda y: -scores[y])
-        for token in tokens[: self.shape.children]:
-            self.edges[(*path, token)] = scores[token]
-
-    def existing(self) -> list[Path]:
-        return [path for path in self.edges if self.value(path) > -math.inf]
-
-    def value(self, path: Path) -> float:
-        """Return the sum of the edges' log chances from the root down."""
-        total = 0.0
-        for length in range(1, len(path) + 1):
-            total += self.edges.get(path[:length], -math.inf)
-        return total
 
 
 def dyspec(draft: Draft, draw: Draw, shape: TreeShape) -> list[Slot]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
 import torch
 from reference.growths import Draft, Draw, Path, Slot
-from tries import Grafting
 
 from dyntree_kernels.ancestors import unpack_bits
-from dyntree_kernels.tries import Trie
 from dyntree_plugin.tree.children import drawn_children, sampled_children, top_children
 from dyntree_plugin.tree.growth import Frontier, GrowthPlan
-from dyntree_plugin.tree.growth.topk import TopKGrowth
 from dyntree_plugin.tree.token_tree import TokenTree
 
 VOCAB = 7
@@ -83,39 +80,20 @@ def grow(
     seeds: list[int],
     room: list[int] | None = None,
     distributions: bool = False,
-    grafting: Grafting | None = None,
-    whole_paths: bool = True,
-    at_frontier: Callable[[Frontier], None] = lambda frontier: None,
-    at_paths: Callable[[list[list[Path]]], object] = lambda paths: None,
 ) -> TokenTree:
-    """Grow one tree per seed, in `double_precision`.
-
-    The trie of ``grafting`` is grafted before any children are added. ``whole_paths`` is described
-    at `TopKGrowth.graft`.
-    """
+    """Grow one tree per seed, in `double_precision`."""
     with double_precision():
         columns = torch.tensor([plan.scratch_slots] * len(seeds) if room is None else room)
         growth = plan.start(len(seeds), columns)
-        if grafting is not None:
-            assert isinstance(growth, TopKGrowth)
-            growth.graft(*grafting, whole_paths)
         grown: list[list[Path]] = [[] for _ in seeds]
         paths: list[list[Path]] = [[()] for _ in seeds]
-        for width in (*plan.widths, None):
-            children = _children(plan, seeds, paths, distributions)
-            if grafting is None:
-                growth.add(*children)
-            else:
-                assert isinstance(growth, TopKGrowth)
-                growth.add(*children, judged=_judged(growth, grafting.trie, seeds, paths))
-            if width is None:
-                return growth.finish()
+        for width in plan.widths:
+            growth.add(*_children(plan, seeds, paths, distributions))
             frontier = growth.frontier()
-            at_frontier(frontier)
             assert frontier.tokens.shape == (len(seeds), width)
             paths = [paths_at(frontier, row, grown[row]) for row in range(len(seeds))]
-            at_paths(paths)
-        raise AssertionError("unreachable")
+        growth.add(*_children(plan, seeds, paths, distributions))
+        return growth.finish()
 
 
 def paths_of(tree: TokenTree, row: int) -> list[Path]:
@@ -170,24 +148,6 @@ def paths_at(frontier: Frontier, row: int, columns: list[Path]) -> list[Path]:
             assert seen[known + w]
         columns.append(path if bool(frontier.valid[row, w]) else NOWHERE)
     return columns[known:]
-
-
-def _judged(
-    growth: TopKGrowth, trie: Trie, seeds: list[int], paths: list[list[Path]]
-) -> torch.Tensor:
-    """Return the draft's log chances of the trie's nodes that the growth asks for, [R, T].
-
-    Other nodes have a chance of 1, which the growth must not read.
-    """
-    which = growth.asked()
-    assert which is not None
-    log_probs = torch.stack([
-        log_probs_after(seed, path) for seed, row in zip(seeds, paths, strict=True) for path in row
-    ])  # fmt: skip
-    log_probs = log_probs - log_probs.logsumexp(dim=1, keepdim=True)
-    row = torch.arange(len(seeds))[:, None]
-    found = log_probs.view(len(seeds), -1, VOCAB)[row, which.clamp(min=0), trie.tokens]
-    return torch.where(which < 0, 0.0, found)
 
 
 def _children(

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from hypothesis import strategies as st
 from reference.growths import Path
 
 from dyntree_kernels.tries import Trie
@@ -16,22 +15,6 @@ Edges = dict[Path, float]
 """A number for each of a trie's edges by the path of the node; parents come first."""
 
 PADDING = 3
-
-# Few distinct values give many ties, also between parents and children.
-chances = st.sampled_from([1.0, 1.0, 0.7, 0.5, 0.25]) | st.floats(0.001, 1.0)
-
-
-@st.composite
-def tries(draw: st.DrawFn, vocab: int) -> Edges:
-    """Draw log chances of up to 12 nodes, up to 8 deep. Some are their parent's only child, as in
-    a look-up."""
-    found: Edges = {}
-    for _ in range(draw(st.integers(0, 12))):
-        above = draw(st.sampled_from([(), *found, *list(found)[-1:] * 6]))
-        path = (*above, draw(st.integers(0, vocab - 1)))
-        if len(path) <= 8:
-            found.setdefault(path, math.log(draw(chances)))
-    return found
 
 
 def as_trie(requests: Sequence[Mapping[Path, float]]) -> Trie:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
-from dataclasses import replace
+from collections.abc import Iterator
 
 import pytest
 import torch
 from growing import VOCAB, grow, log_probs_after
-from reference.growths import TopK
+from reference.growths import Path
 
 from dyntree_plugin.tree.children import top_children
 from dyntree_plugin.tree.growth import GrowthConfig
@@ -19,12 +18,20 @@ from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import TokenTree
 
 
+def candidates(seed: int, shape: TreeShape, path: Path = ()) -> Iterator[tuple[Path, float]]:
+    """Yield every path that the draft's best children make, with its probability."""
+    best = log_probs_after(seed, path).exp().topk(shape.children)
+    for token, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+        yield (*path, token), chance
+        if len(path) + 1 < shape.max_depth:
+            below = candidates(seed, shape, (*path, token))
+            yield from ((other, chance * value) for other, value in below)
+
+
 def test_no_other_tree_over_the_candidates_has_more_value():
     shape = TreeShape(node_budget=4, max_depth=3, width=3, children=2)
     for seed in range(20):
-        whole = replace(shape, node_budget=10_000)
-        everything = TopK(lambda p, s=seed: log_probs_after(s, p).tolist(), whole, 99, {}).tree()
-        probability = {node.path: math.exp(node.value) for node in everything}
+        probability = {path: chance for path, chance in candidates(seed, shape) if chance}
         best = max(
             sum(probability[p] for p in nodes)
             for nodes in itertools.combinations(probability, shape.node_budget)
