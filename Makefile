@@ -3,7 +3,7 @@
 BIN := .venv/bin
 export MAKECMDGOALS
 
-.PHONY: help demo test test-fast test-e2e test-quiet test-slow soak fuzz gpu-kernels gpu-e2e tables screenshots lint format clean
+.PHONY: help demo test test-fast test-e2e test-quiet test-slow soak fuzz gpu-kernels gpu-e2e coverage tables screenshots lint format clean
 
 help: ## Shows the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -38,6 +38,9 @@ test-quiet: .venv/installed ## Runs the tests that measure time, which need the 
 
 test-slow: .venv/installed ## Runs the tests marked slow.
 	$(BIN)/pytest -m slow -n 2 --dist loadfile $(ARGS)
+
+coverage: .venv/installed ## Says which lines the tests that start no engine run.
+	$(BIN)/pytest -m "$(FAST)" -n auto --maxprocesses 4 --cov --cov-report=term:skip-covered $(ARGS)
 
 soak: .venv/installed ## Has many clients at one server and repeats their answers; MINUTES=10, CLIENTS=64.
 	PYTHONPATH=.:tests $(BIN)/python tests/e2e/soak.py $(if $(MINUTES),--minutes $(MINUTES)) \

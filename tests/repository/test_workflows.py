@@ -17,7 +17,13 @@ from dyntree_plugin.admission.versions import SUPPORTED_VLLM
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
-PAPERS = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
+PAPERS = [
+    ROOT / name
+    for name in (
+        *("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
+        ".github/PULL_REQUEST_TEMPLATE.md",
+    )
+]
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
 MAKE = re.compile(r"\bmake ([a-z0-9][a-z0-9-]*)")
 PATH = re.compile(r"(?<![\w./*@-])((?:\./)?[\w.-]+(?:/[\w.-]+)*\.(?:py|md|sh|toml|ya?ml|cff))\b")
