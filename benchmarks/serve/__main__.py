@@ -92,8 +92,6 @@ def main(
     command, words = typer.main.get_command(USERS), [*context.args]
     try:
         given = command.make_context(NAME, [*words]).params
-        if given["base_urls"] and (target_shape or weights_at or look_ups or side_by_side):
-            raise ValueError("--base-url measures a running server, whose engine is as it is")
         if given["method"] == "ngram" and (target_shape or look_ups):
             raise ValueError("--look-up measures look-up alone: leave out --method ngram")
         grown, labels, remarks = _grown(target_shape, given)

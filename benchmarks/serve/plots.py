@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS = {
-    "plain": "#555555", "static tree": "#E69F00", "dynamic tree": "#009E73", "server": "#882255",
+    "plain": "#555555", "static tree": "#E69F00", "dynamic tree": "#009E73",
     "greedy": "#084D96", "probabilistic": "#2E95D3", "block": "#8C6BB1", "n-gram": "#D55E00",
 }  # fmt: skip
 """Of kinds of engines; those of chains are by the names in `KINDS`."""

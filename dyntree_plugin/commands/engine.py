@@ -23,8 +23,8 @@ KV_CACHE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The models, the prompts, and how to complete them.
+class Task:
+    """Prompts to complete: by which models, and how.
 
     ``nodes``: most nodes of a tree. ``options``: more dyntree options. ``seed``: of the first
     prompt; each later prompt adds 1. ``draft``: None if it is part of the target (``method`` mtp).
@@ -141,25 +141,25 @@ def engine(arguments: Mapping[str, Any]) -> Iterator[LLM]:
         llm.llm_engine.engine_core.shutdown(timeout=30)
 
 
-def with_trees(settings: Settings) -> dict[str, Any]:
+def with_trees(task: Task) -> dict[str, Any]:
     """Return the arguments of ``LLM`` for target and draft."""
-    given = settings.method, settings.draft, settings.nodes, settings.options
+    given = task.method, task.draft, task.nodes, task.options
     speculation, options = drafts_of(*given)
-    return without_trees(settings) | {
+    return without_trees(task) | {
         "speculative_config": speculation,
         "additional_config": {NAMESPACE: options},
     }
 
 
-def without_trees(settings: Settings) -> dict[str, Any]:
+def without_trees(task: Task) -> dict[str, Any]:
     """Return the arguments of ``LLM`` for the target without a draft."""
     # A token takes at least one byte of the prompt. Two more may precede it: a beginning of
     # sequence and a space.
-    longest = max(len(prompt.encode()) + 2 for prompt in settings.prompts)
-    length = longest + settings.max_tokens + settings.nodes
+    longest = max(len(prompt.encode()) + 2 for prompt in task.prompts)
+    length = longest + task.max_tokens + task.nodes
     return {
-        "model": settings.target,
-        "dtype": settings.dtype,
+        "model": task.target,
+        "dtype": task.dtype,
         "max_model_len": length,
         "max_num_batched_tokens": length,
         "max_num_seqs": 1,
@@ -173,15 +173,15 @@ def without_trees(settings: Settings) -> dict[str, Any]:
     }
 
 
-def sampling_params(settings: Settings) -> SamplingParams:
+def sampling_params(task: Task) -> SamplingParams:
     """Return the parameters of the first prompt."""
     from vllm import SamplingParams
 
     return SamplingParams(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        seed=settings.seed,
-        max_tokens=settings.max_tokens,
+        temperature=task.temperature,
+        top_p=task.top_p,
+        seed=task.seed,
+        max_tokens=task.max_tokens,
     )
 
 

@@ -122,36 +122,3 @@ def test_look_up_alone_is_measured_where_prompts_compete_for_room(tmp_path: Path
     assert of["no speculation"].speculation.drafts == 0
     assert of["n-gram of 4"].speculation.draft_tokens > 0
     assert of["look-up tree of 16"].fallbacks.request_steps > 0
-
-
-def test_a_server_is_measured(server: str, tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    command = [
-        *(sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve"),
-        *("--base-url", f"a={server}", "--base-url", f"b={server}/v1", "--output", str(path)),
-        *("--num-prompts", "4", "--max-tokens", "16", "--batch", "2"),
-        *("--rounds", "1", "--temperature", "0"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-8000:]
-    found = read(path)
-    for series in found.series:
-        assert series.differing_requests == 0
-        (run,) = series.runs
-        assert run.output_tokens == 4 * 16
-        assert 0 < run.request_steps < 4 * 15
-        assert run.fallbacks.request_steps == run.request_steps
-        assert run.ttft_ms > 0
-        assert run.tpot_ms > 0
-
-
-@pytest.mark.slow
-def test_what_a_server_refuses_is_told_in_a_line(server: str) -> None:
-    command = [sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve", "--base-url", server]
-    done = subprocess.run(
-        [*command, "--model", "no-model"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
-        f"dyntree bench serve: {server}/v1/completions answers 404: The model `no-model`"
-    )

@@ -16,7 +16,6 @@ from typing import Any, Self
 import pytest
 from command_lines import of_commands, ran
 from rich.console import Console
-from streaming_server import Handler, listening
 
 from dyntree_plugin import cli
 from dyntree_plugin.commands.bench import session
@@ -77,7 +76,7 @@ def test_options_that_are_secrets_are_recorded_by_name(words: list[str]) -> None
 
 
 def test_what_is_no_secret_stays() -> None:
-    words = ["bench", "serve", "--max-tokens", "8", "--base-url", "tree=http://h:1/v1", "--model"]
+    words = ["bench", "serve", "--max-tokens", "8", "--target", "tree=http://h:1/v1", "--draft"]
     words += ["see https://hub/owner/model@main", "--dyntree", '{"width":3}']
     words += ["--engine-arguments", '{"hf_token": true, "max_num_batched_tokens": 8}']
     assert shlex.split(recorded(*words))[1:] == words
@@ -90,14 +89,10 @@ bench serve --target http://u:{MARKER}@h/m --draft d
 demo --dyntree '{{"api_key": "{MARKER}"}}'
 show x --dyntree '{{"drafts": ["https://u:{MARKER}@h/m"]}}'
 bench serve --dyntree '{{"api_key": "{MARKER}"}}'
+bench serve --prompts 'vllm:--dataset-name random --header x={MARKER}'
 bench serve --engine-arguments '{{"hf_token": "{MARKER}'
 bench serve --engine-arguments '["hf_token={MARKER}"]'
 bench serve --engine-arguments '{{"hf_token": "{MARKER}", "hf_token": "{MARKER}2"}}'
-bench serve --base-url http://u:{MARKER}@h:1
-bench serve --base-url u:{MARKER}@h:1
-bench serve --base-url h:1/?key={MARKER}
-bench serve --base-url h:1 --header {MARKER}
-bench serve --base-url h:1 --prompts 'vllm:--dataset-name random --header x={MARKER}'
 top http://u:{MARKER}@h:1
 top 'h:1/?token={MARKER}'
 doctor -- dyntree serve --api-key {MARKER}
@@ -163,26 +158,6 @@ def test_a_result_of_engines_holds_no_secret(
     found = written(tmp_path)
     assert MARKER not in said + found
     assert '"download_dir": "/d"' in found.replace('":"', '": "')
-
-
-def test_a_result_of_servers_holds_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    secret = ["--header", f"Authorization=Bearer {MARKER}", "--header", f"x-own={MARKER}"]
-    with listening() as address:
-        line = ["--base-url", address, *secret, *SMALL, "--output", str(tmp_path / "r.json")]
-        said = called(monkeypatch, ["bench", "serve", *line])
-        assert Handler.bodies
-    assert MARKER not in said + written(tmp_path)
-
-
-def test_what_a_server_says_of_a_key_and_to_a_terminal_is_not_shown() -> None:
-    secret = ["--header", f"Authorization=Bearer {MARKER}", "--header", f"x-own={MARKER}2"]
-    with listening() as address:
-        done = ran("bench", "serve", "--base-url", f"{address}/rude", *secret, *SMALL)
-    assert done.exit_code == 2
-    assert "answers 401: \\x1b[31mno " in done.stderr
-    assert "***2" not in done.stderr
-    assert not {"\x1b", "\x07"} & {*done.output}
-    assert MARKER not in done.output
 
 
 class Failed:

@@ -10,10 +10,6 @@ from dyntree_plugin.commands import arguments as common
 from dyntree_plugin.commands.bench.chains import ALL, OFF
 from dyntree_plugin.commands.vocabulary import option, shared
 
-OF_ENGINES = "For engines on this machine"
-OF_SERVERS = "For running servers"
-"""Panels of the help. A measurement of servers refuses the options of engines, and vice versa."""
-
 TEMPERATURES = [0.0, 1.0]
 BATCHES = [1, 4]
 TREES: list[dict[str, Any]] = [{}]
@@ -21,13 +17,6 @@ TREES: list[dict[str, Any]] = [{}]
 NODES = 16
 """Nodes of trees whose options have no ``node_budget``."""
 
-Target = Annotated[
-    str | None,
-    shared("--target", show_default="the embedded one", rich_help_panel=OF_ENGINES),
-]
-Draft = Annotated[
-    str | None, shared("--draft", show_default="the embedded one", rich_help_panel=OF_ENGINES)
-]
 Source = Literal[common.Method, "ngram"]
 """vLLM's names of the kinds of drafts, and of look-up in the request's text alone."""
 Method = Annotated[
@@ -35,7 +24,6 @@ Method = Annotated[
     shared(
         "--method",
         "With ngram nothing drafts: trees, and vLLM's n-gram chains, look up the request's text.",
-        rich_help_panel=OF_ENGINES,
     ),
 ]
 
@@ -61,7 +49,7 @@ PromptSets = Annotated[
         autocompletion=_sources,
     ),
 ]
-Chat = Annotated[bool, shared("--chat", rich_help_panel=OF_ENGINES)]
+Chat = Annotated[bool, shared("--chat")]
 NumPrompts = Annotated[int, shared("--num-prompts", "Per set; a larger --batch raises it.", min=1)]
 MaxTokens = Annotated[int, shared("--max-tokens", "Every answer has this many.", min=2)]
 Batches = Annotated[
@@ -83,7 +71,6 @@ Chains = Annotated[
         "tokens; probabilistic, whose drafts are drawn; block, drawn and verified as a block; or "
         f"n-gram. Repeatable; {OFF} leaves all out, and {ALL} measures many lengths of every kind.",
         show_default="3, 8, block:3, block:8 and n-gram:8",
-        rich_help_panel=OF_ENGINES,
     ),
 ]
 Trees = Annotated[
@@ -92,7 +79,6 @@ Trees = Annotated[
         "--dyntree",
         f"Without a node_budget a tree has {NODES} nodes. Repeatable: each is measured.",
         show_default="{}",
-        rich_help_panel=OF_ENGINES,
     ),
 ]
 Rounds = Annotated[int, shared("--rounds", min=1)]
@@ -101,37 +87,6 @@ EngineArguments = Annotated[
     shared(
         "--engine-arguments",
         "They are for every engine. Without a dtype it is bfloat16.",
-        rich_help_panel=OF_ENGINES,
-    ),
-]
-BaseUrls = Annotated[
-    list[str] | None,
-    option(
-        "--base-url",
-        "[NAME=]ADDRESS",
-        "Measure the server at this address, such as localhost:8000, and start no engine. "
-        "Repeatable.",
-        rich_help_panel=OF_SERVERS,
-    ),
-]
-Model = Annotated[
-    str | None,
-    option(
-        "--model",
-        "NAME",
-        "Name of the model to ask for.",
-        show_default="the first that the server lists",
-        rich_help_panel=OF_SERVERS,
-    ),
-]
-Headers = Annotated[
-    list[str] | None,
-    option(
-        "--header",
-        "KEY=VALUE",
-        "A header of all requests. Repeatable. The environment variable OPENAI_API_KEY gives "
-        "an API key.",
-        rich_help_panel=OF_SERVERS,
     ),
 ]
 ResultFile = Annotated[

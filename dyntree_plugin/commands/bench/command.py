@@ -6,22 +6,27 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from typer.core import TyperOption
 
 from dyntree_plugin import pair
-from dyntree_plugin.commands.arguments import KINDS, both_or_neither, check_models, embedded
+from dyntree_plugin.commands.arguments import (
+    KINDS,
+    Draft,
+    Target,
+    both_or_neither,
+    check_models,
+    embedded,
+)
 from dyntree_plugin.commands.bench import (
     arguments,
     overview,
     plan,
     prompts,
-    server,
+    session,
     terminal,
 )
 from dyntree_plugin.commands.bench.chains import chosen
@@ -31,15 +36,12 @@ from dyntree_plugin.commands.bench.session import (
     Contest,
     Done,
     Extras,
-    Settings,
-    of_engines,
-    of_servers,
+    Grid,
 )
 from dyntree_plugin.commands.bench.table import NONE
 from dyntree_plugin.commands.loads.runs import Engine, Run
 from dyntree_plugin.commands.paths import check_new_file
 from dyntree_plugin.commands.start import ready_for_engine
-from dyntree_plugin.commands.vocabulary import given
 from dyntree_plugin.escape import escaped_lines
 from dyntree_plugin.options.methods import WITHOUT_DRAFT
 from dyntree_plugin.secrets import hidden
@@ -48,8 +50,8 @@ from dyntree_plugin.strict_json import object_of
 
 def serve(
     context: typer.Context,
-    target: arguments.Target = None,
-    draft: arguments.Draft = None,
+    target: Target = None,
+    draft: Draft = None,
     method: arguments.Method = "draft_model",
     prompt_sets: arguments.PromptSets = None,
     chat: arguments.Chat = False,
@@ -61,12 +63,9 @@ def serve(
     trees: arguments.Trees = None,
     rounds: arguments.Rounds = 2,
     engine_arguments: arguments.EngineArguments = "{}",
-    base_urls: arguments.BaseUrls = None,
-    model: arguments.Model = None,
-    headers: arguments.Headers = None,
     result_file: arguments.ResultFile = None,
 ) -> None:
-    """Compare the speed of no speculation, vLLM's chains and trees, or of running servers.
+    """Compare the speed of no speculation, vLLM's chains and trees.
 
     Every engine serves every load in every round, so that drift affects all of them alike. Without
     --target and --draft, the command uses the pair of tiny models that comes with dyntree.
@@ -87,32 +86,21 @@ def serve(
     loads = prompt_sets or [prompts.CODE], temperatures, batches
     result: Result | None = None
     try:
-        settings = Settings(
-            *loads, count, max_tokens, rounds, samplings=extras.samplings, chat=chat
-        )
+        grid = Grid(*loads, count, max_tokens, rounds, samplings=extras.samplings, chat=chat)
         check_new_file("--output", result_file)
-        if base_urls:
-            _refuse(context, arguments.OF_ENGINES, "--base-url measures a running server")
-            servers = server.engines(base_urls)
-            client = server.clients(model=model, headers=server.headers(headers or ()))
-            runs = settings.runs(lambda _: len(servers))
-            measured = partial(of_servers, settings, servers, client, extras.notes)
-        else:
-            _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is measured")
-            ready_for_engine()
-            further = object_of("--engine-arguments", engine_arguments)
-            drafts = method not in WITHOUT_DRAFT
-            of_trees = _trees(trees, draft=drafts)
-            pieces = plan.reads_in_pieces(further) and _on_cpu()
-            lengths, left_out = chosen(chains, temperatures, draft=drafts, pieces=pieces)
-            models, remarks = _models(target, draft, method, further)
-            if extras.labels:
-                models = replace(models, labels=extras.labels)
-            contest = Contest(models, lengths, of_trees, extras)
-            runs = settings.runs(contest.engines)
-            measured = partial(of_engines, settings, contest, [*remarks, *left_out, *extras.notes])
-        with _progress(console, runs) as done:
-            for result in measured(done=done, seconds_left=extras.seconds_left):
+        ready_for_engine()
+        further = object_of("--engine-arguments", engine_arguments)
+        drafts = method not in WITHOUT_DRAFT
+        of_trees = _trees(trees, draft=drafts)
+        pieces = plan.reads_in_pieces(further) and _on_cpu()
+        lengths, left_out = chosen(chains, temperatures, draft=drafts, pieces=pieces)
+        models, remarks = _models(target, draft, method, further)
+        if extras.labels:
+            models = replace(models, labels=extras.labels)
+        contest = Contest(models, lengths, of_trees, extras)
+        notes = [*remarks, *left_out, *extras.notes]
+        with _progress(console, grid.runs(contest.engines)) as done:
+            for result in session.run(grid, contest, notes, done):
                 if result_file is not None:
                     write(result, result_file)
     except (ValueError, OSError, RuntimeError, KeyboardInterrupt) as error:
@@ -123,21 +111,6 @@ def serve(
         raise typer.Exit(_status(error)) from None
     if result is not None:
         _show(console, result)
-
-
-def _refuse(context: typer.Context, panel: str, reason: str) -> None:
-    """Refuse the arguments of one panel of the help.
-
-    Raises:
-        ValueError: if one of them is given.
-    """
-    names = [
-        "/".join([*option.opts, *option.secondary_opts])
-        for option in given(context)
-        if isinstance(option, TyperOption) and option.rich_help_panel == panel
-    ]
-    if names:
-        raise ValueError(f"{', '.join(names)} must not be given: {reason}")
 
 
 def _show(console: Console, result: Result) -> None:

@@ -15,8 +15,8 @@ from dyntree_plugin.commands.loads.runs import Engine, Run
 
 WARM_UP_TOKENS = 32
 
-Answers = Sequence[Sequence[int] | str]
-"""The answer to each request of a load: its tokens, or a server's text."""
+Answers = Sequence[Sequence[int]]
+"""The tokens of the answer to each request of a load."""
 
 
 class Server(Protocol):
@@ -123,14 +123,11 @@ def _series(engine: str, cell: Cell, runs: list[Run], answers: Answers, first: A
     if cell.temperature:
         return Series(engine=engine, cell=cell, runs=runs)
     pairs = list(zip(answers, first, strict=True))
-    requests = sum(a != b for a, b in pairs)
-    if any(isinstance(answer, str) for answer in first):
-        return Series(engine=engine, cell=cell, runs=runs, differing_requests=requests)
     return Series(
         engine=engine,
         cell=cell,
         runs=runs,
-        differing_requests=requests,
+        differing_requests=sum(a != b for a, b in pairs),
         differing_tokens=sum(differing(a, b) for a, b in pairs),
         compared_tokens=sum(map(len, first)),
     )

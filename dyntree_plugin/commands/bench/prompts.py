@@ -107,8 +107,6 @@ def _of_vllm(
     from vllm.benchmarks.datasets import add_dataset_parser, get_samples
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    if tokenizer is None:
-        _refuse(flags, "they need a tokenizer, which no server gives: use a JSONL file")
     parser: Any = FlexibleArgumentParser()  # type: ignore[no-untyped-call]
     add_dataset_parser(parser)
     ours = ["--num-prompts", str(count), "--seed", str(seed), "--no-oversample"]

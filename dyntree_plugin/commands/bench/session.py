@@ -1,4 +1,4 @@
-"""Run a whole measurement, from settings to a result."""
+"""Run a whole measurement, from a grid of loads to a result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -14,7 +13,7 @@ from typing import Any
 
 from dyntree_plugin.commands.bench import plan, prompts
 from dyntree_plugin.commands.bench.chains import KINDS, Chains, listed, serves
-from dyntree_plugin.commands.bench.measure import Server, measure, served, warm_ups
+from dyntree_plugin.commands.bench.measure import measure, served, warm_ups
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, Series
 from dyntree_plugin.commands.engine import text_config_of, tokenizer_of
@@ -37,7 +36,7 @@ Done = Callable[[Engine, Cell, Run], None]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Grid:
     """The loads: every set of requests with every sampling, temperature and batch size.
 
     ``chat``: prompts are messages in the target's chat template.
@@ -149,16 +148,11 @@ class Contest:
         return 1 + len(self.budgets) - (0 if temperature else drawn)
 
 
-def of_engines(
-    settings: Settings,
-    contest: Contest,
-    notes: Sequence[str],
-    done: Done,
-    seconds_left: Callable[[], float] = lambda: math.inf,
-) -> Iterator[Result]:
+def run(grid: Grid, contest: Contest, notes: Sequence[str], done: Done) -> Iterator[Result]:
     """Measure engines on this machine; yield the result so far after each run.
 
-    Measurements that would exceed ``seconds_left`` are skipped; the notes of the result name them.
+    Measurements that would exceed the extras' ``seconds_left`` are skipped; the notes of the result
+    name them.
 
     Raises:
         ValueError: if an option, or a model, does not fit.
@@ -166,21 +160,19 @@ def of_engines(
     """
     context = text_config_of(contest.models.target).max_position_embeddings
     tokenizer = tokenizer_of(contest.models.target)
-    most = context - settings.max_tokens - max([0, *contest.budgets]) - 1
+    most = context - grid.max_tokens - max([0, *contest.budgets]) - 1
     sets, longer = {}, 0
-    given = prompts.read_all(
-        settings.sets, settings.prompts, tokenizer, settings.seed, chat=settings.chat
-    )
+    given = prompts.read_all(grid.sets, grid.prompts, tokenizer, grid.seed, chat=grid.chat)
     for name, read in given.items():
-        sets[name], left_out = prompts.tokens(read, tokenizer, most, chat=settings.chat)
+        sets[name], left_out = prompts.tokens(read, tokenizer, most, chat=grid.chat)
         longer += left_out
         if not sets[name]:
             raise ValueError(
                 f"--prompts: no prompt of {name!r} has 1 to {most} tokens, which the target's "
                 f"context of {context} leaves beside --max-tokens and the longest chain or tree"
             )
-    loads = settings.loads(sets)
-    longest = max(len(each.prompt) for one in sets.values() for each in one) + settings.max_tokens
+    loads = grid.loads(sets)
+    longest = max(len(each.prompt) for one in sets.values() for each in one) + grid.max_tokens
     engines = plan.engines(
         contest.models,
         list(loads),
@@ -189,10 +181,10 @@ def of_engines(
         trees=contest.trees,
         look_ups=contest.extras.look_ups,
     )
-    settings.check(sets, engine_verifies(engines[0].arguments, tokenizer))
+    grid.check(sets, engine_verifies(engines[0].arguments, tokenizer))
     notes = [
         *notes,
-        *(["Prompts are messages in the target's chat template."] if settings.chat else []),
+        *(["Prompts are messages in the target's chat template."] if grid.chat else []),
         *([f"{longer} prompts were too long and were left out."] if longer else []),
     ]
     shown = [plan.labelled(engine, contest.models.labels) for engine in engines]
@@ -201,55 +193,14 @@ def of_engines(
         if together := pool.holds(len(engines)):
             pool.start([(e, warm_ups(list(served(e, loads, serves).values()))) for e in engines])
         measured = measure(
-            engines, loads, settings.rounds, pool.engine, done,
-            by_cell=together, serves=serves, seconds_left=seconds_left,
+            engines, loads, grid.rounds, pool.engine, done,
+            by_cell=together, serves=serves, seconds_left=contest.extras.seconds_left,
         )  # fmt: skip
-        yield from _results(settings, shown, loads, measured, notes)
-
-
-def of_servers(
-    settings: Settings,
-    engines: Sequence[Engine],
-    client: Callable[[str], Server],
-    notes: Sequence[str],
-    done: Done,
-    seconds_left: Callable[[], float] = lambda: math.inf,
-) -> Iterator[Result]:
-    """Measure running servers; all of them serve a load before the next load comes.
-
-    Yields the result so far after each run. ``client`` makes the client of an address.
-    ``seconds_left`` is as in `of_engines`.
-
-    Raises:
-        ValueError: if a set of prompts is invalid, or a server refuses a request.
-        RuntimeError: if a server does not answer.
-    """
-    sets = prompts.read_all(settings.sets, settings.prompts, None, settings.seed)
-    loads = settings.loads(sets)
-    settings.check(sets, lambda _: None)
-    warm: set[str] = set()
-
-    @contextmanager
-    def opened(engine: Engine, warm_up: list[Load]) -> Iterator[Server]:
-        server = client(engine.arguments["base_url"])
-        for load in warm_up if engine.name not in warm else []:
-            server.serve(load)
-        warm.add(engine.name)
-        yield server
-
-    remarks = [
-        "Acceptance is from each server's /metrics. If it has other clients, they count too, as do "
-        "tokens after the end of an answer.",
-        "Prompts repeat from round to round, so a prefix cache shortens their prefill.",
-    ]
-    measured = measure(
-        engines, loads, settings.rounds, opened, done, by_cell=True, seconds_left=seconds_left
-    )
-    yield from _results(settings, engines, loads, measured, [*remarks, *notes])
+        yield from _results(grid, shown, loads, measured, notes)
 
 
 def _results(
-    settings: Settings,
+    grid: Grid,
     engines: Sequence[Engine],
     cells: Iterable[Cell],
     measured: Iterable[list[Series]],
@@ -257,7 +208,7 @@ def _results(
 ) -> Iterator[Result]:
     """Yield a result for each list of series."""
     about = [
-        f"Medians of {settings.rounds} interleaved rounds ± half of the range; ratios are of the "
+        f"Medians of {grid.rounds} interleaved rounds ± half of the range; ratios are of the "
         "times per token, within each round. Other tokens: those that differ from the first "
         "engine's, at temperature 0.",
         *hidden(notes),
@@ -269,15 +220,15 @@ def _results(
         origin = origin or provenance() | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
         yield Result(
             provenance=origin,
-            settings=hidden(asdict(settings)),
-            notes=[*about, *_missing(settings, engines, cells, series)],
+            settings=hidden(asdict(grid)),
+            notes=[*about, *_missing(grid, engines, cells, series)],
             engines=shown,
             series=series,
         )
 
 
 def _missing(
-    settings: Settings, engines: Sequence[Engine], cells: Iterable[Cell], series: Sequence[Series]
+    grid: Grid, engines: Sequence[Engine], cells: Iterable[Cell], series: Sequence[Series]
 ) -> Iterator[str]:
     """If runs are missing, yield a line with the number of complete rounds."""
     runs = {(one.engine, one.cell): len(one.runs) for one in series}
@@ -285,9 +236,9 @@ def _missing(
         cell: min(runs.get((e.name, cell), 0) for e in engines if serves(e, cell.temperature))
         for cell in cells
     }
-    if min(rounds.values()) < settings.rounds:
+    if min(rounds.values()) < grid.rounds:
         counts = ", ".join(
             f"{n} at temperature {cell.temperature:g} with batch {cell.batch} ({cell.prompts})"
             for cell, n in rounds.items()
         )
-        yield f"Rounds measured, of {settings.rounds}: {counts}."
+        yield f"Rounds measured, of {grid.rounds}: {counts}."

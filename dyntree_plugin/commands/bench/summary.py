@@ -30,9 +30,8 @@ class Spread:
 class Row:
     """One engine's figures on one cell.
 
-    ``over_first``: speed-up over the first engine, which has no speculation unless servers are
-    compared; NaN if a server does not show the time per token. ``over_chain``: speed-up over the
-    best chain of the cell; None without one.
+    ``over_first``: speed-up over the first engine, which has no speculation. ``over_chain``: that
+    over the best chain of the cell; None without one. Both are NaN if answers have one token.
     """
 
     series: Series
@@ -80,25 +79,25 @@ def _fastest(series: Iterable[Series]) -> Series | None:
 def speed_up(series: Series, reference: Series) -> Spread:
     """Compute the speed-up within each round, so that drift between the rounds cancels.
 
-    It is NaN if one of the two sent its answers in one piece, or they share no round.
+    It is NaN if the answers of one of the two have one token, or they share no round.
     """
-    if in_single_pieces(series) or in_single_pieces(reference):
+    if of_single_tokens(series) or of_single_tokens(reference):
         return Spread.of([])
     times = {run.round: run.tpot_ms for run in reference.runs}
     shared = [run for run in series.runs if run.round in times]
     return Spread.of([times[run.round] / run.tpot_ms for run in shared])
 
 
-def in_single_pieces(series: Series) -> bool:
-    """Return whether all answers of a run came in one piece, which shows no time per token."""
+def of_single_tokens(series: Series) -> bool:
+    """Return whether all answers of a run have one token, which shows no time per token."""
     return not all(run.tpot_ms for run in series.runs)
 
 
 def tokens_per_step(series: Series, plain: bool = False) -> float | None:
     """Return the tokens per step of a request after its first token, or None if it is unknown.
 
-    If the steps of requests are not counted, return the tokens per verified chain or tree,
-    including accepted tokens after the end of an answer.
+    If a file of an earlier version does not count such steps, return the tokens per verified chain
+    or tree, including accepted tokens after the end of an answer.
     """
     steps = sum(run.request_steps for run in series.runs)
     if steps:

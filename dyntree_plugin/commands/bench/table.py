@@ -11,8 +11,8 @@ from dyntree_plugin.commands.bench.summary import (
     Spread,
     best_chain,
     fallback_shares,
-    in_single_pieces,
     is_longest,
+    of_single_tokens,
 )
 
 NONE = "–"
@@ -35,10 +35,8 @@ def row_cells(result: Result, row: Row) -> Iterator[tuple[str, bool]]:
         # All chains but the best are slower than the best.
         yield with_spread(row.over_chain), has_trees(result, row) and loses(row.over_chain)
     series = row.series
-    if series.differing_requests is None:
+    if series.differing_tokens is None:
         yield NONE, False
-    elif series.differing_tokens is None:
-        yield f"{series.differing_requests} of {series.runs[0].requests} texts", False
     else:
         yield f"{series.differing_tokens} of {series.compared_tokens}", False
 
@@ -63,8 +61,8 @@ def remarks(result: Result, cell: Cell) -> Iterator[str]:
         more = ", the longest of its kind: a longer one may be better still" if longest else ""
         yield f"The best chain here is the {best.engine}{more}."
     for name, series in result.of(cell).items():
-        if in_single_pieces(series):
-            yield f"{name} sends answers in one piece, which does not show the time per token."
+        if of_single_tokens(series):
+            yield f"{name}: answers of one token show no time per token."
         if shares := fallback_shares(series):
             reasons = ", ".join(f"{reason} {share:.1%}" for reason, share in shares.items())
             yield (

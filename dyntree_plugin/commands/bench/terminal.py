@@ -100,13 +100,11 @@ def _other_tokens(result: Result, cell: Cell) -> Iterator[str]:
     """Yield a line that says by how much the answers differ from the first engine's."""
     first = result.engines[0].name
     series_of = result.of(cell)
-    if any(series.differing_requests is None for series in series_of.values()):
+    if any(series.differing_tokens is None for series in series_of.values()):
         return
     differing = []
     for name, series in series_of.items():
-        if series.differing_requests and series.differing_tokens is None:
-            differing.append(f"{name} in {series.differing_requests} texts")
-        elif series.differing_tokens:
+        if series.differing_tokens:
             differing.append(f"{name} in {series.differing_tokens} of {series.compared_tokens}")
     if differing:
         yield f"Other tokens than those of {first}: {', '.join(differing)}."

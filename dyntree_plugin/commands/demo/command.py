@@ -15,7 +15,7 @@ from dyntree_plugin.admission import reasons, versions
 from dyntree_plugin.commands import arguments as common
 from dyntree_plugin.commands.demo.comparison import Comparison, compare
 from dyntree_plugin.commands.demo.screen import show
-from dyntree_plugin.commands.engine import Settings
+from dyntree_plugin.commands.engine import Task
 from dyntree_plugin.commands.start import (
     announcing,
     fetch,
@@ -62,7 +62,7 @@ def demo(
     with nullcontext() if verbose else reasons.exit_on_mistake("dyntree demo"):
         if target is None:
             target, draft = map(str, common.embedded(method))
-        settings = Settings(
+        task = Task(
             target=target,
             draft=draft,
             dtype=used,
@@ -75,8 +75,8 @@ def demo(
             prompts=_prompts(count),
             method=method,
         )
-        comparison = _compared(console, settings, verbose=verbose)
-    raise typer.Exit(show(console, settings, comparison))
+        comparison = _compared(console, task, verbose=verbose)
+    raise typer.Exit(show(console, task, comparison))
 
 
 def _prompts(count: int) -> list[str]:
@@ -91,29 +91,26 @@ def _prompts(count: int) -> list[str]:
         raise ValueError(f"--num-prompts: {error}") from None
 
 
-def _compared(console: Console, settings: Settings, *, verbose: bool) -> Comparison:
+def _compared(console: Console, task: Task, *, verbose: bool) -> Comparison:
     """Run both engines, and show the progress."""
-    console.print(_heading(settings))
-    for model in settings.models:
+    console.print(_heading(task))
+    for model in task.models:
         fetch(model)
     with (
         nullcontext(sys.stdout) if verbose else quiet() as screen,
         announcing(Console(file=screen)) as announce,
     ):
-        return compare(settings, announce)
+        return compare(task, announce)
 
 
-def _heading(settings: Settings) -> Text:
+def _heading(task: Task) -> Text:
     name, version = versions.installed_vllm() or ("vllm", "")
     drawing = (
-        f"temperature {settings.temperature:g}, top-p {settings.top_p:g}"
-        if settings.temperature
-        else "greedy"
+        f"temperature {task.temperature:g}, top-p {task.top_p:g}" if task.temperature else "greedy"
     )
     return Text.assemble(
         (f"dyntree {__version__}", "bold"),
-        f" on {name} {version}, dtype {settings.dtype}, eager, {drawing}, "
-        f"at most {settings.nodes} nodes\n",
-        (f"target {settings.target}\n", "dim"),
-        (f"{settings.drafter:<6} {settings.draft or 'the target holds it'}", "dim"),
+        f" on {name} {version}, dtype {task.dtype}, eager, {drawing}, at most {task.nodes} nodes\n",
+        (f"target {task.target}\n", "dim"),
+        (f"{task.drafter:<6} {task.draft or 'the target holds it'}", "dim"),
     )

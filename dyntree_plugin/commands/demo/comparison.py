@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dyntree_plugin.commands.engine import (
-    Settings,
+    Task,
     engine,
     text_of_tokens,
     with_trees,
@@ -65,44 +65,42 @@ class Comparison:
     text: Detokenise
 
 
-def compare(settings: Settings, announce: Announce) -> Comparison:
+def compare(task: Task, announce: Announce) -> Comparison:
     """Complete the prompts in two engines: without trees, then with trees."""
     with announce("Loading vLLM", None):
         from vllm import EngineArgs
 
-        alone, with_draft = timed(without_trees(settings)), timed(with_trees(settings))
+        alone, with_draft = timed(without_trees(task)), timed(with_trees(task))
         # A pair that trees cannot serve is refused before the engines start.
         EngineArgs(**with_draft).create_engine_config()
     with announce("Completing without the tree", None), engine(alone) as llm:
-        prompts = [llm.get_tokenizer().encode(prompt) for prompt in settings.prompts]
-        plain = _completed(Served(llm), settings, prompts)
+        prompts = [llm.get_tokenizer().encode(prompt) for prompt in task.prompts]
+        plain = _completed(Served(llm), task, prompts)
     with announce("Completing with the tree", None), engine(with_draft) as llm:
         served = Served(llm)
-        tree = _completed(served, settings, prompts)
-        traces = list(_traces(llm, served, settings, prompts))
+        tree = _completed(served, task, prompts)
+        traces = list(_traces(llm, served, task, prompts))
         decode = partial(llm.get_tokenizer().decode, skip_special_tokens=True)
         return Comparison(prompts, plain, tree, traces, decode, text_of_tokens(llm))
 
 
-def _completed(served: Served, settings: Settings, prompts: Prompts) -> Completions:
+def _completed(served: Served, task: Task, prompts: Prompts) -> Completions:
     # The first requests of an engine are slower.
-    served.serve(_load(settings, prompts[:1], 0, max_tokens=8))
-    return Completions(*served.serve(_load(settings, prompts, 0, settings.max_tokens)))
+    served.serve(_load(task, prompts[:1], 0, max_tokens=8))
+    return Completions(*served.serve(_load(task, prompts, 0, task.max_tokens)))
 
 
-def _traces(
-    llm: LLM, served: Served, settings: Settings, prompts: Prompts
-) -> Iterator[list[TreeStep]]:
+def _traces(llm: LLM, served: Served, task: Task, prompts: Prompts) -> Iterator[list[TreeStep]]:
     from dyntree_plugin.engine.telemetry.trace import start_trace, stop_trace
 
     for number, prompt in enumerate(prompts):
         start_trace(llm)
-        served.serve(_load(settings, [prompt], number, settings.max_tokens))
+        served.serve(_load(task, [prompt], number, task.max_tokens))
         yield stop_trace(llm)
 
 
-def _load(settings: Settings, prompts: Prompts, first: int, max_tokens: int) -> Load:
+def _load(task: Task, prompts: Prompts, first: int, max_tokens: int) -> Load:
     """Return a load of prompts; ``first``: the number of the first one among all."""
-    sampling = {"top_p": settings.top_p, "ignore_eos": False}
+    sampling = {"top_p": task.top_p, "ignore_eos": False}
     requests = [Request(prompt, sampling) for prompt in prompts]
-    return Load(requests, 1, settings.temperature, max_tokens, settings.seed + first)
+    return Load(requests, 1, task.temperature, max_tokens, task.seed + first)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dyntree_plugin.commands.demo.comparison import Comparison, Completions
-from dyntree_plugin.commands.engine import Settings
+from dyntree_plugin.commands.engine import Task
 from dyntree_plugin.commands.loads.runs import Run
 from dyntree_plugin.commands.render import ACCEPTED, Detokenise, step_panel, visible
 from dyntree_plugin.escape import escaped_lines
@@ -31,24 +31,24 @@ _ROUNDED = Text(
 _CONTEXT_TOKENS = 200
 
 
-def show(console: Console, settings: Settings, comparison: Comparison) -> int:
+def show(console: Console, task: Task, comparison: Comparison) -> int:
     """Show everything; return the exit status, which is 1 if the text differs."""
     plain, with_tree, text = comparison.plain, comparison.tree, comparison.text
     drawn = most_telling(comparison.traces)
     index, step = drawn or (0, None)
     answer = with_tree.answers[index]
-    console.print(code(settings.prompts[index], comparison.decode(answer)))
+    console.print(code(task.prompts[index], comparison.decode(answer)))
     if step is not None:
         context = [*comparison.prompts[index], *answer][: step.context_length]
         before = "".join(map(text, context[-_CONTEXT_TOKENS:]))
         console.print(step_panel(step, before, text, sources=sources_of([step])))
     console.print(speeds(plain, with_tree))
-    console.print(step_times(with_tree.run, settings.drafter))
+    console.print(step_times(with_tree.run, task.drafter))
     if with_tree.tokens_per_second < plain.tokens_per_second:
-        console.print(Text(_SLOWER.format(settings.drafter), style="yellow"))
+        console.print(Text(_SLOWER.format(task.drafter), style="yellow"))
     different = differences(plain, with_tree)
     console.print(verdict(plain, different, text))
-    if different and settings.dtype != "float32":
+    if different and task.dtype != "float32":
         console.print(_ROUNDED)
     return 1 if different else 0
 

@@ -1,4 +1,4 @@
-"""Read counts of speculation and times from the counters of an engine or a server."""
+"""Read counts of speculation and times from the counters of an engine."""
 
 from __future__ import annotations
 
@@ -29,17 +29,6 @@ def fallbacks(counters: Counters) -> Fallbacks:
         request_steps=round(counters.total(f"{PREFIX}tree_nodes_count")),
         by_reason={reason: round(count) for reason, count in by_reason.items() if count},
     )
-
-
-def request_steps(counters: Counters, tokens: int) -> int:
-    """Return the steps of single requests after those of their first tokens.
-
-    ``tokens``: those of all answers. If more were generated, there were other requests, and the
-    result is 0.
-    """
-    generated = counters.total("vllm:generation_tokens_total")
-    steps = counters.total("vllm:inter_token_latency_seconds_count")
-    return round(steps) if generated == tokens else 0
 
 
 def stages(counters: Counters) -> dict[str, float]:

@@ -33,7 +33,7 @@ ALLOWED = (
     "top_k",
     "top_p",
 )
-"""Parameters of a request; servers have the same names. vLLM's chains refuse ``min_p`` and
+"""Parameters of a request. vLLM's chains refuse ``min_p`` and
 ``logit_bias``."""
 
 _SHOWN_CHARACTERS = 32

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Kind = Literal["plain", "chain", "static tree", "dynamic tree", "server"]
+Kind = Literal["plain", "chain", "static tree", "dynamic tree"]
 
 
 class Record(BaseModel):
@@ -17,7 +17,7 @@ class Record(BaseModel):
 
 
 class Engine(Record):
-    """An engine: its most draft tokens per step, and its arguments for ``LLM`` or its address."""
+    """An engine: its most draft tokens per step, and its arguments for ``LLM``."""
 
     name: str
     kind: Kind

@@ -14,7 +14,7 @@ from rich.console import Console
 from dyntree_plugin import pair
 from dyntree_plugin.admission import reasons
 from dyntree_plugin.commands import arguments as common
-from dyntree_plugin.commands.engine import Settings
+from dyntree_plugin.commands.engine import Task
 from dyntree_plugin.commands.paths import check_new_file, read_text
 from dyntree_plugin.commands.render import step_panel
 from dyntree_plugin.commands.show import arguments, page
@@ -156,7 +156,7 @@ def _recorded(
     if target is None:
         target, draft = map(str, common.embedded(settings["method"]))
     prompts = pair.held_out_prompts(1) if prompt is None else [prompt]
-    made = Settings(target=target, draft=draft, prompts=prompts, **settings)
+    made = Task(target=target, draft=draft, prompts=prompts, **settings)
     for model in made.models:
         fetch(model)
     # Standard output is for the trees.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dyntree_plugin.commands.arguments import drafter
 from dyntree_plugin.commands.engine import (
-    Settings,
+    Task,
     engine,
     sampling_params,
     stay_in_this_process,
@@ -28,16 +28,16 @@ _BEFORE = 8
 """Tokens that are decoded before a token, whose text may depend on them."""
 
 
-def record(settings: Settings, announce: Announce) -> Generation:
+def record(task: Task, announce: Announce) -> Generation:
     """Complete the first prompt on a new engine, and keep every tree."""
     stay_in_this_process()
     with announce("Loading vLLM", None):
-        arguments = with_trees(settings)
+        arguments = with_trees(task)
     with ExitStack() as stack:
-        with announce(f"Starting target and {settings.drafter}", None):
+        with announce(f"Starting target and {task.drafter}", None):
             llm = stack.enter_context(engine(arguments))
         with announce("Completing with the tree", None):
-            return complete(llm, settings.prompts[0], sampling_params(settings))
+            return complete(llm, task.prompts[0], sampling_params(task))
 
 
 def complete(llm: LLM, prompt: str, params: SamplingParams) -> Generation:

@@ -21,7 +21,7 @@ from dyntree_plugin.commands.arguments import DtypeName
 from dyntree_plugin.commands.demo import command as demo
 from dyntree_plugin.commands.demo import comparison, screen
 from dyntree_plugin.commands.demo.comparison import Comparison, Completions
-from dyntree_plugin.commands.engine import Settings, with_trees
+from dyntree_plugin.commands.engine import Task, with_trees
 from dyntree_plugin.commands.loads.runs import Run
 from dyntree_plugin.tree.step import Source, TreeStep
 
@@ -51,12 +51,12 @@ def shown(
     traces: list[list[TreeStep]] | None = None,
     dtype: DtypeName = "float32",
 ) -> tuple[int, str]:
-    settings = Settings("t", "d", dtype, 16, {}, 0.0, 1.0, 0, 8, PROMPTS)
+    task = Task("t", "d", dtype, 16, {}, 0.0, 1.0, 0, 8, PROMPTS)
     comparison = Comparison(
         [[1], [1]], plain, tree, traces or [[], []], str, lambda token: f"<{token}>"
     )
     file = io.StringIO()
-    status = screen.show(Console(file=file, width=200), settings, comparison)
+    status = screen.show(Console(file=file, width=200), task, comparison)
     return status, file.getvalue()
 
 
@@ -115,12 +115,12 @@ def test_everything_is_shown_where_the_quiet_ends_in_an_exception() -> None:
 
 
 @pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """Return the settings of the runs that were asked for; no engine starts, nothing is fetched."""
-    asked: list[Settings] = []
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+    """Return the tasks of the runs that were asked for; no engine starts, nothing is fetched."""
+    asked: list[Task] = []
 
-    def compare(settings: Settings, announce: Any) -> Comparison:
-        asked.append(settings)
+    def compare(task: Task, announce: Any) -> Comparison:
+        asked.append(task)
         return Comparison([[1]], completed([3]), completed([3]), [[], []], str, str)
 
     monkeypatch.setattr(demo, "compare", compare)
@@ -146,7 +146,7 @@ def test_the_method_says_what_drafts(
     arguments: list[str],
     speculation: dict[str, Any],
     heading: str,
-    compared: list[Settings],
+    compared: list[Task],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -154,9 +154,9 @@ def test_the_method_says_what_drafts(
     monkeypatch.setattr(pair, "paths", lambda: {name: Path("/pair") / name for name in names})
     monkeypatch.setattr("dyntree_plugin.commands.engine.block_length", lambda draft: 7)
     status("demo", "--num-prompts", "1", "--nodes", "8", *arguments)
-    (settings,) = compared
+    (task,) = compared
     wanted = {"num_speculative_tokens": 8} | speculation
-    assert with_trees(settings)["speculative_config"] == wanted
+    assert with_trees(task)["speculative_config"] == wanted
     shown = capsys.readouterr().out
     assert heading in shown
     assert f"│ {heading.split()[0]} " in shown  # where a step's time goes
@@ -183,7 +183,7 @@ def test_on_a_cpu_no_process_imports_vllm_anew(
     monkeypatch.setattr(vllm, "EngineArgs", MagicMock())
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: on_cpu)
     monkeypatch.setattr(comparison, "engine", engine)
-    settings = Settings("t", "d", "float32", 8, {}, 0.0, 1.0, 0, 8, PROMPTS)
+    task = Task("t", "d", "float32", 8, {}, 0.0, 1.0, 0, 8, PROMPTS)
     with pytest.raises(InterruptedError):
-        comparison.compare(settings, lambda *_: nullcontext(lambda: None))
+        comparison.compare(task, lambda *_: nullcontext(lambda: None))
     assert found == [processes]

@@ -61,6 +61,12 @@ tune --target typed --head eagle3 --prompts ok.jsonl --output out → 'hidden_si
 tune MODELS --prompts nowhere.jsonl --output out → --prompts 'nowhere.jsonl' must be a JSONL file
 tune MODELS --prompts empty.jsonl --output out → --prompts 'empty.jsonl' has 0 prompts
 tune MODELS --prompts half.jsonl --output out → line 1 has half of a surrogate pair
+tune MODELS --prompts other.jsonl --output out → must have its prompt as text in one of prompt
+tune MODELS --prompts blank.jsonl --output out → prompt 1 has 0 tokens
+tune MODELS --prompts longer.jsonl --output out → prompt 81 has
+tune MODELS --prompts ok.jsonl --output out --head eagle3 --adapter 4 → goes without --adapter
+tune MODELS --prompts ok.jsonl --output out --draft-layers 1 → --draft-layers goes without --draft
+tune MODELS --prompts ok.jsonl --output out --chat → must have a chat template
 tune MODELS --prompts ok.jsonl --output out --rows 17 → --rows 17 must be at most 16, the number
 tune MODELS --prompts ok.jsonl --output empty.txt → 'empty.txt' is a file: give a folder
 tune MODELS --prompts ok.jsonl --output out --max-tokens 3000 → leave no room for a prompt
@@ -80,17 +86,21 @@ bench serve --target folder --draft folder → --target 'folder' is no model
 bench serve --target list --draft list → model 'list' cannot be read: its config.json must be
 bench serve --target typed --draft list → the configuration of 'typed' cannot be read
 bench serve --output nowhere/r.json → --output 'nowhere/r.json': there is no folder 'nowhere'
+bench serve --chain tree:4 → with a kind of greedy, probabilistic, block, n-gram
+bench serve --chain block:0 → --chain 'block:0' must be a length
+bench serve --temperature 0 --chain block:4 → --chain block:4: at temperature 0 these drafts
+bench serve --temperature 0 --chain probabilistic:4 → at temperature 0 these drafts
+bench serve --method eagle → the embedded target has no EAGLE head
+bench serve --method mtp → the embedded target has no MTP head
+bench serve --method mtp --draft D → --target and --draft go together
+bench serve --method eagle3 --target T → --target and --draft go together
+bench serve --target T --chain n-gram:5 → --method ngram needs no draft, and measures
+bench serve --method ngram --dyntree '{"growth": "chain"}' → dyntree.growth=chain needs a draft
 bench serve --chain -1 → --chain '-1' must be a length, such as 5, or KIND:LENGTH
 bench serve --chain 0 --chain 4 → --chain 0 leaves all chains out: give it alone
 bench serve --chain all --chain 4 → --chain all measures all chains: give it alone
 bench serve --method ngram --draft folder → --draft must not be given: --method ngram measures
 bench serve --chat → --chat: the target's tokenizer must have a chat template, and has none
-bench serve --base-url h --chat → --chat must not be given: --base-url measures a running server
-bench serve --model m → --model must not be given: without a --base-url
-bench serve --base-url h:p → --base-url 'h:p' is invalid
-bench serve --base-url a=h --base-url a=i → --base-url: two servers have the same name
-bench serve --base-url h --chain 2 → --chain must not be given: --base-url
-bench serve --base-url h --target T --draft D → --target, --draft must not be given
 """
 CASES = [line.split(" → ") for line in LINES.strip().splitlines()]
 
@@ -139,6 +149,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "long.jsonl": b'{"prompt": "%s"}\n' % (b"x = 1" * 2000),
         "text.jsonl": b"just text\n",
         "number.jsonl": b"5\n",
+        "other.jsonl": b'{"other": 1}\n' * 80,
+        "blank.jsonl": b'{"prompt": ""}\n' * 80,
+        "longer.jsonl": b'{"prompt": "a"}\n' * 80 + b'{"prompt": "%s"}\n' % (b"x = 1" * 2000),
         "half.jsonl": b'{"prompt": "\\ud800"}\n' * 80,
         "object.json": b"{}",
         "trace.txt": b"{}",

@@ -15,7 +15,7 @@ from dyntree_plugin.commands.bench.chains import KINDS, chosen, kind_of, serves
 from dyntree_plugin.commands.bench.measure import measure
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell
-from dyntree_plugin.commands.bench.session import Contest, Extras, Settings
+from dyntree_plugin.commands.bench.session import Contest, Extras, Grid
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.requests import Request
 from dyntree_plugin.commands.loads.runs import Engine, Run
@@ -78,23 +78,6 @@ def test_the_chains_that_are_given_are_measured_and_no_others() -> None:
     assert not any(ask(0.0, given=["0"])[0].values())
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["probabilistic:4"], "--chain probabilistic:4: at temperature 0"),
-        (["block:4"], "--chain block:4: at temperature 0"),
-        (["0", "3"], "--chain 0 leaves all chains out: give it alone"),
-        (["3", "all"], "--chain all measures all chains: give it alone"),
-        (["-1"], "--chain '-1' must be a length"),
-        (["tree:4"], "or KIND:LENGTH with a kind of greedy, probabilistic, block, n-gram"),
-        (["block:0"], "--chain 'block:0' must be a length"),
-    ],
-)
-def test_chains_that_cannot_be_measured_are_refused(given: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ask(0.0, given=given)
-
-
 def all_kinds() -> list[Engine]:
     lengths = dict.fromkeys(KINDS, (4,))
     return plan.engines(MODELS, [COLD, WARM], 9, chains=lengths, trees={"tree": (8, {})})
@@ -143,22 +126,22 @@ def test_the_runs_of_a_contest_are_those_that_are_served() -> None:
     lengths = {"greedy": (1, 2), "probabilistic": (5, 6), "block": (7,), "n-gram": (3,)}
     contest = Contest(MODELS, lengths, {"tree": (8, {})}, Extras(look_ups=(4,)))
     assert sorted(contest.budgets) == list(range(1, 9))
-    settings = Settings(["code"], [0.0, 1.0], [1, 4], 1, 8, rounds=3, seed=0)
-    cells = list(settings.loads({"code": [Request([1])] * 4}))
+    grid = Grid(["code"], [0.0, 1.0], [1, 4], 1, 8, rounds=3, seed=0)
+    cells = list(grid.loads({"code": [Request([1])] * 4}))
     engines = plan.engines(MODELS, cells, 9, chains=lengths, trees=contest.trees, look_ups=(4,))
     served = [(e, c) for e in engines for c in cells if serves(e, c.temperature)]
-    assert settings.runs(contest.engines) == 3 * len(served)
+    assert grid.runs(contest.engines) == 3 * len(served)
 
 
-def counted(*given: str, rounds: int, trees: int = 1) -> tuple[Contest, Settings, int]:
+def counted(*given: str, rounds: int, trees: int = 1) -> tuple[Contest, Grid, int]:
     """Return a contest with these chains on the default loads, and how often engines start on a
     GPU, which holds one."""
     lengths, _ = ask(*arguments.TEMPERATURES, given=given or None)
     of_trees = plan.named_trees([*arguments.TREES, {"budget": "fixed"}][:trees], arguments.NODES)
     contest = Contest(MODELS, lengths, of_trees)
     cells = ["code"], arguments.TEMPERATURES, arguments.BATCHES
-    settings = Settings(*cells, DEFAULTS["count"], DEFAULTS["max_tokens"], rounds)
-    loads = settings.loads({"code": [Request([1])] * settings.prompts})
+    grid = Grid(*cells, DEFAULTS["count"], DEFAULTS["max_tokens"], rounds)
+    loads = grid.loads({"code": [Request([1])] * grid.prompts})
     engines = plan.engines(MODELS, list(loads), 9, chains=lengths, trees=of_trees)
     started: list[str] = []
 
@@ -170,7 +153,7 @@ def counted(*given: str, rounds: int, trees: int = 1) -> tuple[Contest, Settings
 
     for _ in measure(engines, loads, rounds, opened, serves=serves):
         pass
-    return contest, settings, len(started)
+    return contest, grid, len(started)
 
 
 DEFAULTS = {
@@ -179,19 +162,19 @@ DEFAULTS = {
 
 
 def test_the_help_and_the_page_count_the_runs_and_starts_of_the_defaults() -> None:
-    contest, settings, starts = counted(rounds=DEFAULTS["rounds"])
-    runs, cold, warm = settings.runs(contest.engines), contest.engines(0), contest.engines(1)
+    contest, grid, starts = counted(rounds=DEFAULTS["rounds"])
+    runs, cold, warm = grid.runs(contest.engines), contest.engines(0), contest.engines(1)
     # Each temperature has half of the runs, each batch size, too.
-    steps = sum(runs // 2 * settings.prompts * settings.max_tokens // b for b in settings.batches)
+    steps = sum(runs // 2 * grid.prompts * grid.max_tokens // b for b in grid.batches)
     more, of_more, starts_of_more = counted("all", rounds=3)
     runs_of_more = of_more.runs(more.engines)
     fewer, of_fewer, _ = counted("5", rounds=1)
     shown = " ".join((inspect.getdoc(command.serve) or "").split())
     page = " ".join((Path(__file__).parents[4] / "docs" / "options.md").read_text().split())
-    loads = f"{settings.prompts} prompts with {settings.max_tokens} tokens"
+    loads = f"{grid.prompts} prompts with {grid.max_tokens} tokens"
     for text in (
         f"{runs} runs of {loads}",
-        f"in each of {settings.rounds} rounds, with 2 batch sizes, "
+        f"in each of {grid.rounds} rounds, with 2 batch sizes, "
         f"{cold} engines at temperature 0 and {warm} at 1",
         f"{warm}, or {starts} on a GPU",
         f"{runs_of_more} runs of {more.engines(1)} engines",
@@ -199,7 +182,7 @@ def test_the_help_and_the_page_count_the_runs_and_starts_of_the_defaults() -> No
     ):
         assert text in shown
     for text in (
-        f"{settings.rounds} × 1 × 2 × ({cold} at temperature 0 + {warm} at 1",
+        f"{grid.rounds} × 1 × 2 × ({cold} at temperature 0 + {warm} at 1",
         f"= {runs} runs of {loads}",
         f"{warm} times if all fit into a CPU's memory, {starts} times on a GPU",
         f"{runs_of_more} runs of {more.engines(1)} engines",

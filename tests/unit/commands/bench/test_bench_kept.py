@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from command_lines import ran
+from command_lines import ran, ran_benchmark
 
+from benchmarks.serve import __main__ as benchmark
 from dyntree_plugin.commands.bench import session
 from dyntree_plugin.commands.bench.results import Result, read, write
 from dyntree_plugin.commands.loads import pool
@@ -81,6 +82,27 @@ def test_complete_runs_are_written_and_shown_whatever_ends_the_measurement(
     assert missing in found.notes
     for text in ("dynamic tree of 16", "speed-up", missing):
         assert text in " ".join(done.stdout.split())
+
+
+def test_measurements_that_would_exceed_the_time_limit_are_left_out_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float | None] = []
+
+    def until(limit: float | None) -> Callable[[], float]:
+        limits.append(limit)
+        return lambda: -1.0
+
+    monkeypatch.setattr(session, "Pool", FakePool(99, RuntimeError()))
+    monkeypatch.setattr(benchmark, "_until", until)
+    path = tmp_path / "result.json"
+    line = ["--chain", "2", "--temperature", "1", "--batch", "1", "--rounds", "2"]
+    done = ran_benchmark(*line, "--time-limit", "7", "--output", str(path))
+    assert done.exit_code == 0, done.output
+    assert limits == [7]
+    found = read(path)
+    assert [len(series.runs) for series in found.series] == [1, 1, 1]
+    assert any(note.startswith("Rounds measured, of 2: 1 at") for note in found.notes)
 
 
 def test_what_is_stopped_while_it_writes_keeps_the_file_as_it_was(

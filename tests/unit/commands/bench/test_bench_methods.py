@@ -14,14 +14,13 @@ from command_lines import ran, ran_benchmark
 from benchmarks.serve import shapes
 from dyntree_plugin import pair
 from dyntree_plugin.commands.arguments import Method
-from dyntree_plugin.commands.bench import command, plan
+from dyntree_plugin.commands.bench import command, plan, session
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result
 from dyntree_plugin.commands.bench.session import Contest
 
 CELL = Cell(prompts="code", temperature=0.0, batch=2)
-EMBEDDED = {name: Path("/pair") / name for name in ("target", "draft", "second_draft")}
-WITH_HEAD = EMBEDDED | {"eagle3": Path("/pair/eagle3")}
+EMBEDDED = {n: Path("/pair") / n for n in ("target", "draft", "second_draft", "eagle3")}
 GROWN = Path("/grown")
 KIND = "probabilistic "
 
@@ -39,18 +38,16 @@ def speculation(models: Models, **lengths: Any) -> dict[str, dict[str, Any]]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """Return a function that runs the command, and gives the contest and the notes it begins."""
 
-    def run(
-        *words: str, pair_of: dict[str, Path] = WITH_HEAD, benchmark: bool = False
-    ) -> tuple[Contest, list[str]]:
+    def run(*words: str, benchmark: bool = False) -> tuple[Contest, list[str]]:
         begun: list[tuple[Contest, list[str]]] = []
 
-        def of_engines(_: Any, contest: Contest, notes: list[str], **__: Any) -> list[Result]:
+        def measured(_: Any, contest: Contest, notes: list[str], __: Any) -> list[Result]:
             begun.append((contest, notes))
             return [Result(provenance={}, settings={}, notes=[], engines=[], series=[])]
 
-        monkeypatch.setattr(command, "of_engines", of_engines)
+        monkeypatch.setattr(session, "run", measured)
         monkeypatch.setattr(command, "_show", lambda *_: None)
-        monkeypatch.setattr(pair, "paths", lambda: pair_of)
+        monkeypatch.setattr(pair, "paths", lambda: EMBEDDED)
         ended = ran_benchmark(*words) if benchmark else ran("bench", "serve", *words)
         assert "Traceback" not in ended.output
         if ended.exit_code:
@@ -156,7 +153,7 @@ def test_the_embedded_head_drafts_for_eagle3(asked: Asked) -> None:
 
 def test_a_grown_target_gets_a_grown_head(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     def grown_head(name: str, head: Path, target: Path) -> Path:
-        assert (name, head, target) == ("llama-1b", WITH_HEAD["eagle3"], WITH_HEAD["target"])
+        assert (name, head, target) == ("llama-1b", EMBEDDED["eagle3"], EMBEDDED["target"])
         return GROWN / "head"
 
     monkeypatch.setattr(shapes, "grown_target", lambda *_: GROWN / "target")
@@ -168,22 +165,3 @@ def test_a_grown_target_gets_a_grown_head(asked: Asked, monkeypatch: pytest.Monk
     assert models.labels["/grown/head"] == "the embedded EAGLE-3 head as llama-1b"
     models = asked("--target-shape", "llama-1b", benchmark=True)[0].models
     assert (models.target, models.draft) == ("/grown/target", "/pair/draft")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--method", "eagle3"), "the embedded target has no EAGLE-3 head"),
-        (("--method", "eagle"), "the embedded target has no EAGLE head"),
-        (("--method", "mtp"), "the embedded target has no MTP head"),
-        (("--method", "eagle3", "--target", "T"), "--target and --draft go together"),
-        (("--target", "T", "--chain", "n-gram:5"), "--method ngram needs no draft, and measures"),
-        (("--method", "ngram", "--draft", "D"), "--draft must not be given: --method ngram"),
-        (("--method", "ngram", "--dyntree", '{"growth": "chain"}'), "growth"),
-        (("--method", "mtp", "--draft", "D"), "--target and --draft go together"),
-        (("--base-url", "http://h:1", "--method", "eagle3"), "--method must not be given"),
-    ],
-)
-def test_what_is_missing_is_named(words: tuple[str, ...], message: str, asked: Asked) -> None:
-    with pytest.raises(ValueError, match=message):
-        asked(*words, pair_of=EMBEDDED)

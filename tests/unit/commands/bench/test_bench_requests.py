@@ -16,7 +16,7 @@ from dyntree_plugin import pair
 from dyntree_plugin.commands.bench import prompts, sets, summary, table
 from dyntree_plugin.commands.bench.measure import warm_ups
 from dyntree_plugin.commands.bench.results import Cell, Result, Series
-from dyntree_plugin.commands.bench.session import Settings
+from dyntree_plugin.commands.bench.session import Grid
 from dyntree_plugin.commands.counters import Counters
 from dyntree_plugin.commands.loads import counts, requests
 from dyntree_plugin.commands.loads.engine import Served
@@ -89,8 +89,8 @@ def test_mistakes_in_a_file_and_options_of_one_name_are_named(tmp_path: Path) ->
 
 
 def test_every_set_is_served_with_each_sampling_and_the_requests_own_prevails() -> None:
-    settings = Settings(["x"], [0.0], [1], 2, 8, 1, 0, [{}, PENALTY | {"top_k": 3}])
-    loads = settings.loads({"x": [Request([1]), Request([2], {"top_k": 5})]})
+    grid = Grid(["x"], [0.0], [1], 2, 8, 1, 0, [{}, PENALTY | {"top_k": 3}])
+    loads = grid.loads({"x": [Request([1]), Request([2], {"top_k": 5})]})
     assert [cell.prompts for cell in loads] == ["x", "x, repetition_penalty 1.1, top_k 3"]
     first, second = ([request.sampling for request in load.requests] for load in loads.values())
     assert first == [{}, {"top_k": 5}]
@@ -210,22 +210,6 @@ def grown_of(page: str, before: tuple[int, ...], after: tuple[int, ...]) -> Coun
     """Return how the counters of a page grow from these values to others."""
     pages = (text_string_to_metric_families(page % values) for values in (before, after))
     return counts.grown(*pages)
-
-
-def test_a_servers_steps_count_where_all_tokens_are_of_these_answers() -> None:
-    page = """\
-# TYPE vllm:generation_tokens_total counter
-vllm:generation_tokens_total{engine="0"} %d
-vllm:generation_tokens_total{engine="1"} 3
-# TYPE vllm:inter_token_latency_seconds histogram
-vllm:inter_token_latency_seconds_bucket{engine="0",le="+Inf"} 99
-vllm:inter_token_latency_seconds_count{engine="0"} %d
-vllm:inter_token_latency_seconds_sum{engine="0"} 99
-"""
-    grown = grown_of(page, (5, 2), (25, 9))
-    assert counts.request_steps(grown, 20) == 7
-    assert counts.request_steps(grown, 19) == 0
-    assert counts.request_steps(counts.grown([], []), 20) == 0
 
 
 def test_steps_without_trees_are_read_from_the_metrics() -> None:

@@ -14,7 +14,7 @@ from dyntree_plugin.commands.bench import plan
 from dyntree_plugin.commands.bench.measure import measure
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell
-from dyntree_plugin.commands.bench.session import Settings
+from dyntree_plugin.commands.bench.session import Grid
 from dyntree_plugin.commands.loads import counts
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.pool import Pool
@@ -202,17 +202,17 @@ def test_a_user_decides_whether_prompts_are_read_in_pieces(given: dict[str, Any]
     assert plain.arguments.get("enable_chunked_prefill") is given.get("enable_chunked_prefill")
 
 
-def settings(**changes: Any) -> Settings:
+def grid(**changes: Any) -> Grid:
     values: dict[str, Any] = {
         "sets": ["code"], "temperatures": [0.0, 1.0], "batches": [1, 3],
         "requests": 2, "max_tokens": 8, "rounds": 2, "seed": 5,
     }  # fmt: skip
-    return Settings(**values | changes)
+    return Grid(**values | changes)
 
 
 def test_a_set_with_fewer_prompts_than_the_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="--batch 3 needs as many prompts, and 'x' has 2"):
-        settings().loads({"x": [Request([1]), Request([2])]})
+        grid().loads({"x": [Request([1]), Request([2])]})
 
 
 def test_acceptance_is_the_growth_of_vllms_counters_over_all_engines() -> None:

@@ -55,41 +55,6 @@ def tune(tmp_path: Path, file: Path, begun: list[tuning.Tuning]) -> Tune:
     return tuned
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "has 0 prompts: it must have at least 8, and 8 more to hold out"),
-        (b'{"other": 1}\n' * 30, "must have its prompt as text in one of prompt"),
-        (b'{"prompt": ""}\n' * 30, "prompt 1 has 0 tokens"),
-        (
-            b'{"prompt": "a"}\n' * 30 + b'{"prompt": "' + b"some words " * 95000 + b'"}\n',
-            "prompt 31 has",
-        ),
-    ],
-)
-def test_a_file_that_cannot_serve_is_refused(
-    content: bytes, said: str, tune: Tune, file: Path, begun: list[tuning.Tuning], tmp_path: Path
-) -> None:
-    file.write_bytes(content)
-    line = refused(tune())
-    assert said in line
-    assert str(file) in line
-    assert not begun
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--head", "eagle3", "--adapter", "4"], "--head goes without --adapter"),
-        (["--draft-layers", "1"], "--draft-layers goes without --draft"),
-        (["--chat"], "must have a chat template"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(words: list[str], said: str, tune: Tune) -> None:
-    assert said in refused(tune(*words))
-
-
 @pytest.mark.parametrize("new", [("--head", "eagle3"), ("--draft-layers", "2")])
 def test_a_draft_is_needed_unless_one_is_made(
     new: tuple[str, str], tune: Tune, begun: list[tuning.Tuning]
