@@ -8,10 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference.learning import LearningEstimate, outcomes
-from reference.match import match
+from reference.learning import LearningEstimate
 
-from dyntree_kernels.ancestors import ancestor_bits
 from dyntree_kernels.contracts import DRAFT, KINDS, LOOK_UP
 from dyntree_plugin.tree.value import CLASSES, FEATURES, features, temperature_class
 
@@ -245,31 +243,3 @@ def test_no_state_and_no_score_makes_a_value_that_is_no_chance(
     stated = estimate.log_chance(x, of, kinds)
     assert stated.isfinite().all()
     assert (stated <= 0).all()
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**30), st.integers(1, 40))
-def test_outcomes_agree_with_the_walk(seed: int, nodes: int):
-    generator = torch.Generator().manual_seed(seed)
-    parents = torch.tensor(
-        [[int(torch.randint(-1, n, (), generator=generator)) if n else -1 for n in range(nodes)]]
-    )
-    depths = torch.ones_like(parents)
-    for node in range(nodes):
-        if parents[0, node] >= 0:
-            depths[0, node] = depths[0, parents[0, node]] + 1
-    tokens = torch.arange(nodes)[None]
-    sampled = torch.randint(0, nodes, (1, nodes + 1), generator=generator)
-    valid = torch.ones_like(tokens, dtype=torch.bool)
-    ancestors = ancestor_bits(torch.nn.functional.pad(parents + 1, (1, 0), value=-1))
-    accepted = match(tokens, parents, depths, ancestors, valid, sampled, int(depths.max()))
-    judged, taken = outcomes(parents, accepted.path, valid)
-    at, visited = -1, []
-    while True:
-        visited.append(at)
-        below = [n for n in range(nodes) if int(parents[0, n]) == at]
-        at = next((n for n in below if n == int(sampled[0, at + 1])), -2)
-        if at == -2:
-            break
-    assert taken[0].nonzero().flatten().tolist() == sorted(visited[1:])
-    assert judged[0].tolist() == [int(p) in visited for p in parents[0]]

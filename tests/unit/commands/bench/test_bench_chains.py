@@ -133,27 +133,15 @@ def test_the_runs_of_a_contest_are_those_that_are_served() -> None:
     assert grid.runs(contest.engines) == 3 * len(served)
 
 
-def counted(*given: str, rounds: int, trees: int = 1) -> tuple[Contest, Grid, int]:
+def counted(*given: str, rounds: int) -> tuple[Contest, Grid, int]:
     """Return a contest with these chains on the default loads, and how often engines start on a
-    GPU, which holds one."""
+    GPU, which holds one: as every other round goes backwards, the last of a round stays."""
     lengths, _ = ask(*arguments.TEMPERATURES, given=given or None)
-    of_trees = plan.named_trees([*arguments.TREES, {"budget": "fixed"}][:trees], arguments.NODES)
+    of_trees = plan.named_trees(arguments.TREES, arguments.NODES)
     contest = Contest(MODELS, lengths, of_trees)
     cells = ["code"], arguments.TEMPERATURES, arguments.BATCHES
     grid = Grid(*cells, DEFAULTS["count"], DEFAULTS["max_tokens"], rounds)
-    loads = grid.loads({"code": [Request([1])] * grid.prompts})
-    engines = plan.engines(MODELS, list(loads), 9, chains=lengths, trees=of_trees)
-    started: list[str] = []
-
-    @contextmanager
-    def opened(engine: Engine, warm_up: list[Load]) -> Iterator[Any]:
-        if started[-1:] != [engine.name]:
-            started.append(engine.name)
-        yield Server([], engine.name)
-
-    for _ in measure(engines, loads, rounds, opened, serves=serves):
-        pass
-    return contest, grid, len(started)
+    return contest, grid, 1 + rounds * len(contest.budgets)
 
 
 DEFAULTS = {

@@ -1,10 +1,8 @@
-"""The rules for drawn children: against the papers' algorithms, and their laws by enumeration."""
+"""The rules for drawn children against the papers' algorithms; `test_exactness` has their laws."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from fractions import Fraction
 
 import pytest
 import torch
@@ -23,78 +21,6 @@ RULES = {
     "multi_step": (MULTI_STEP, reference.multi_step),
 }
 both_rules = pytest.mark.parametrize("name", RULES)
-
-LAWS = [
-    [Fraction(n, 10) for n in law]
-    for law in ([5, 3, 2], [1, 1, 8], [10, 0, 0], [0, 7, 3], [3, 3, 4], [0, 0, 10])
-]
-
-
-def log_of(laws: Sequence[Law]) -> torch.Tensor:
-    return torch.tensor([[float(x) for x in law] for law in laws], dtype=torch.float64).log()
-
-
-def draw_sequences(name: str, draft: Law, count: int) -> Iterator[tuple[list[int], Fraction]]:
-    """Yield every sequence of ``count`` draws from ``draft``, and its chance."""
-    for sequence in itertools.product(range(len(draft)), repeat=count):
-        chance, left = Fraction(1), list(draft)
-        for place, token in enumerate(sequence):
-            if sum(left) == 0:  # Sequoia's rule
-                left = [Fraction(t not in sequence[:place]) for t in range(len(draft))]
-            chance *= left[token] / sum(left)
-            if name == "without_replacement":
-                left[token] = Fraction(0)
-            if chance == 0:
-                break
-        if chance:
-            yield list(sequence), chance
-
-
-def emitted_at_a_node(
-    rule: DrawnRule, target: Law, draft: Law, sequences: list[tuple[list[int], Fraction]]
-) -> torch.Tensor:
-    """Return the law of the token that one node emits, over draws and uniforms."""
-    rows = len(sequences)
-    tokens = torch.tensor([tokens for tokens, _ in sequences])
-    p = log_of([target]).exp().expand(rows, -1)
-    odds = rule.odds(p, log_of([draft]).expand(rows, -1), tokens, torch.ones_like(tokens).bool())
-    law = torch.zeros(rows, 3, dtype=torch.float64)
-    reached = torch.ones(rows, 1, dtype=torch.float64)
-    for k in range(tokens.shape[1]):
-        accept = odds.accept[:, k : k + 1]
-        law.scatter_add_(1, tokens[:, k : k + 1], reached * accept)
-        reached = reached * (1 - accept)
-    law += reached * odds.residual
-    weights = torch.tensor([float(chance) for _, chance in sequences], dtype=torch.float64)
-    return weights @ law
-
-
-@both_rules
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_node_emits_the_targets_law_whatever_the_draft(name: str, count: int):
-    rule, _ = RULES[name]
-    for target, draft in itertools.product(LAWS, LAWS):
-        sequences = list(draw_sequences(name, draft, count))
-        assert sum(chance for _, chance in sequences) == 1
-        emitted = emitted_at_a_node(rule, target, draft, sequences)
-        torch.testing.assert_close(emitted, log_of([target]).exp()[0], rtol=0, atol=1e-14)
-
-
-def test_a_rule_with_the_other_rules_draws_is_biased():
-    target, draft = LAWS[0], LAWS[1]
-    wanted = log_of([target]).exp()[0]
-    for rule, other in ((WITHOUT_REPLACEMENT, "multi_step"), (MULTI_STEP, "without_replacement")):
-        emitted = emitted_at_a_node(rule, target, draft, list(draw_sequences(other, draft, 2)))
-        assert float((emitted - wanted).abs().sum()) / 2 > 0.01
-
-
-def test_leaving_out_repeated_draws_of_multi_step_is_biased():
-    target, draft = LAWS[0], LAWS[1]
-    law = torch.zeros(3, dtype=torch.float64)
-    for tokens, chance in draw_sequences("multi_step", draft, 2):
-        tries = [(list(dict.fromkeys(tokens)), Fraction(1))]
-        law += float(chance) * emitted_at_a_node(MULTI_STEP, target, draft, tries)
-    assert float((law - log_of([target]).exp()[0]).abs().sum()) / 2 > 0.01
 
 
 @st.composite
@@ -182,30 +108,6 @@ def by_reference(
         case["tokens"],
         uniforms.tolist(),
     )
-
-
-@both_rules
-def test_at_temperature_zero_the_walk_is_greedy(name: str):
-    """With one-hot targets, the walk takes the child with the best token, if there is one."""
-    rule, _ = RULES[name]
-    generator = torch.Generator().manual_seed(7)
-    tree = {"tokens": [0, 1, 2, 0, 3], "below": [[0, 1], [2, 3], [4], [], [], []]}
-    paths = {(): -1, (0,): 0, (1,): 1, (0, 2): 2, (0, 0): 3, (1, 3): 4}
-    for best in itertools.product(range(4), repeat=3):
-        target = [[float(token == best[0]) for token in range(4)]]
-        target += [[float(t == best[1]) for t in range(4)] for _ in range(2)]
-        target += [[float(t == best[2]) for t in range(4)] for _ in range(3)]
-        draft = (torch.rand(6, 4, generator=generator).double() + 0.01).log().softmax(1).tolist()
-        uniforms = torch.rand(1, 3, 3, generator=generator)
-        walked = run(rule, [tree], [target], [draft], uniforms, torch.tensor([5]))
-        gumbel = torch.randn(1, 4, generator=generator) * 100
-        accepted = walked.emit(torch.tensor([tree["tokens"]]), gumbel)
-        longest = max((p for p in paths if p == best[: len(p)]), key=len)
-        length = len(longest)
-        assert accepted.lengths.tolist() == [length]
-        assert accepted.tokens[0, : length + 1].tolist() == list(best[: length + 1])
-        if length:
-            assert int(accepted.path[0, length - 1]) == paths[longest]
 
 
 @both_rules
