@@ -106,10 +106,6 @@ class Shards:
         """Numbers of tokens of the texts."""
         return [place.length for place in self._places]
 
-    def texts(self) -> list[tuple[int, ...]]:
-        """Return the tokens of every text."""
-        return [tuple(self._rows(place, "tokens").tolist()) for place in self._places]
-
     @property
     def largest(self) -> int:
         """The largest token of the texts."""

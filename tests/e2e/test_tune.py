@@ -109,10 +109,6 @@ def test_the_result_is_judged_by_trees_on_texts_that_were_held_out(whole: Path) 
     places = {(cell["drafts"], cell["temperature"], cell["nodes"]) for cell in report["cells"]}
     assert places == {(name, t, 8) for name in ("before", "after") for t in (0.0, 1.0)}
     assert all(1 < cell["tokens_per_step"] <= 9 for cell in report["cells"])
-    left = {(each["drafts"], each["temperature"]): each["bits"] for each in report["unknown"]}
-    # A uniform guess among 1024 tokens would leave 10 bits.
-    assert all(0 < bits < 4 for bits in left.values())
-    assert left["before", 1.0] != left["after", 1.0]
     assert (whole / "tune" / "curve.png").stat().st_size > 5000
     # The result lies where it belongs if it is better, and only then.
     assert (whole / "model.safetensors").exists() is (report["gain"] > 1)

@@ -197,7 +197,7 @@ def test_a_tuning_keeps_no_secret_in_its_folder(
     monkeypatch.setattr(sys, "argv", ["dyntree", "tune", "--engine-arguments", TEXTS[4]])
     folder = Folder(tmp_path)
     assert not folder.begin(settings(1))
-    Tuning(Console(), folder, settings(1), None, None)._report({}, {}, 1.0)  # type: ignore[arg-type]
+    Tuning(Console(), folder, settings(1), None, None)._report({}, 1.0)  # type: ignore[arg-type]
     assert MARKER not in written(tmp_path)
     assert folder.begin(settings(1))
     # A folder of an earlier version.

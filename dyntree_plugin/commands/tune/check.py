@@ -9,16 +9,9 @@ from statistics import geometric_mean
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.pool import Pool
 from dyntree_plugin.commands.loads.runs import Engine
-from dyntree_plugin.commands.tune import engines, heads
-from dyntree_plugin.commands.tune.learn import Lessons
-from dyntree_plugin.commands.tune.models import folder_of, reader_of
+from dyntree_plugin.commands.tune import engines
 from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Settings
-from dyntree_plugin.tune import unknown as unknown_of
-from dyntree_plugin.tune.eagle import load_head
-from dyntree_plugin.tune.fit import Machine
-from dyntree_plugin.tune.posterior import Posterior
-from dyntree_plugin.tune.unknown import Logits
 
 Place = tuple[float, int]
 """A temperature, and a number of nodes."""
@@ -64,32 +57,6 @@ def _of_engine(
 def _load(settings: Settings, prompts: Prompts, temperature: float) -> Load:
     at = replace(settings, temperatures=[temperature])
     return engines.load(at, prompts.held_out, 0)
-
-
-def unknown(
-    lessons: Lessons,
-    settings: Settings,
-    machine: Machine,
-    drafts: Drafts,
-    advance: Callable[[], None],
-) -> dict[str, Mapping[float, Posterior]]:
-    """Return what each draft leaves unknown of the held-out texts, by temperature."""
-    shards = lessons.held_out()
-    texts = lessons.held_out_texts()
-    found = {}
-    for name, draft in drafts.items():
-        logits = _logits(lessons, settings, machine, draft)
-        found[name] = unknown_of.posteriors(logits, shards, texts, machine.main)
-        advance()
-    return found
-
-
-def _logits(lessons: Lessons, settings: Settings, machine: Machine, model: str) -> Logits:
-    if settings.head is None:
-        return unknown_of.of_draft(reader_of(folder_of(model), machine))
-    embedding = heads.kept_of_target(lessons.folder).embedding.float()
-    head = load_head(folder_of(model)).to(machine.main)
-    return unknown_of.of_head(head, embedding.to(machine.main))
 
 
 def gain(before: Steps | None, after: Steps) -> float:

@@ -19,10 +19,10 @@ from dyntree_plugin.commands.tune import models
 from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
 from dyntree_plugin.commands.tune.write import samples
 from dyntree_plugin.tune import fit, teach
-from dyntree_plugin.tune.files import AGAIN, damaged, explained
+from dyntree_plugin.tune.files import damaged, explained
 from dyntree_plugin.tune.fit import Machine
 from dyntree_plugin.tune.optimize import Checkpoint, Loss, Optimizers, Schedule, adamw
-from dyntree_plugin.tune.shards import Sample, Shards, positions_at_once, save_tensors
+from dyntree_plugin.tune.shards import Shards, positions_at_once, save_tensors
 
 MEASURED = 20
 """Steps between two measurements of the loss of held-out texts, and between two checkpoints."""
@@ -80,17 +80,6 @@ class Lessons:
 
     def held_out(self) -> Shards:
         return self._shards(range(self.held_out_parts))
-
-    def held_out_texts(self) -> list[Sample]:
-        """Return the texts of `held_out`, in the same order."""
-        every = []
-        for part in range(self.held_out_parts):
-            texts = samples(self.folder, part, self.vocabulary)
-            if [text.tokens for text in texts] != self._shards([part]).texts():
-                file, written = self.folder.shard(part), self.folder.written(part)
-                raise ValueError(f"{str(file)!r} is not of the texts in {str(written)!r}: {AGAIN}")
-            every += texts
-        return every
 
     def _shards(self, parts: Iterable[int]) -> Shards:
         return Shards([self.folder.shard(part) for part in parts], self.vocabulary)

@@ -103,13 +103,6 @@ def draft_of(model: str | Path, machine: Machine) -> tuple[PreTrainedModel, torc
     return _loaded(model, "float32").to(machine.main), stored
 
 
-def reader_of(model: str | Path, machine: Machine) -> PreTrainedModel:
-    """Load a draft for reading, as it is trained."""
-    name = str(machine.dtype).removeprefix("torch.")
-    reader: PreTrainedModel = _loaded(model, name).to(machine.main)
-    return reader
-
-
 def _loaded(model: str | Path, dtype: str, **more: Any) -> Any:
     with explained(f"model {str(model)!r} cannot be loaded"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **more)

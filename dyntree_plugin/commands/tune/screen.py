@@ -18,7 +18,6 @@ from rich.progress import (
 from rich.table import Table
 
 from dyntree_plugin.commands.tune.check import Steps
-from dyntree_plugin.tune.posterior import Posterior
 
 Update = Callable[[int, str], None]
 """Takes how much is done, and a line about it."""
@@ -87,29 +86,6 @@ class Counter:
     def __call__(self, more: int = 1) -> None:
         self._done += more
         self._update(self._done, "")
-
-
-def unknown_table(posteriors: Mapping[str, Mapping[float, Posterior]]) -> Table:
-    """Return the bits per token that drafts leave unknown, by temperature."""
-    title = "bits per token that the draft leaves unknown, on the same prompts"
-    table = Table(title=title, title_justify="left")
-    for heading in ("temperature", "tokens", *posteriors):
-        table.add_column(heading, justify="right")
-    first = next(iter(posteriors.values()))
-    for temperature, begun in first.items():
-        shown = [_bits(each[temperature], begun) for each in posteriors.values()]
-        table.add_row(f"{temperature:g}", str(begun.positions), *shown)
-    return table
-
-
-def _bits(draft: Posterior, begun: Posterior) -> str:
-    """Return the bits of a draft, and their ratio to those of the first if they are comparable."""
-    shown = f"{draft.bits:.3f}"
-    if draft is not begun and draft.unreachable == begun.unreachable:
-        shown += f" ({draft.bits / begun.bits - 1:+.1%})"
-    if draft.unreachable:
-        shown += f", {draft.unreachable:.1%} of tokens left out"
-    return shown
 
 
 def steps_table(steps: Mapping[str, Steps]) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
 from dyntree_plugin.commands.tune.write import parts, write
 from dyntree_plugin.provenance import provenance
 from dyntree_plugin.tune.fit import Machine
-from dyntree_plugin.tune.posterior import Posterior
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Tuning:
                 self.console.print(f"note: {note}", style="yellow")
             lessons = self._lessons()
             self._fit(lessons)
-            return self._check(lessons)
+            return self._check()
 
     def _lessons(self) -> learn.Lessons:
         """Write and teach."""
@@ -78,18 +77,15 @@ class Tuning:
             fitted(lessons, self.settings, self.machine, update)
         picture.draw(learn.read_curve(self.folder.losses), self.folder.curve)
 
-    def _check(self, lessons: learn.Lessons) -> bool:
+    def _check(self) -> bool:
         began = self.settings.draft
         both = ({} if began is None else {"before": began}) | {"after": str(self.folder.fitted)}
-        total = len(both) * (len(self.settings.nodes) * len(self.settings.temperatures) + 1)
+        total = len(both) * len(self.settings.nodes) * len(self.settings.temperatures)
         with screen.stage(self.console, "check", total) as update:
-            advance = screen.Counter(update)
-            steps = check.measure(self.settings, self.prompts, both, advance)
-            unknown = check.unknown(lessons, self.settings, self.machine, both, advance)
+            steps = check.measure(self.settings, self.prompts, both, screen.Counter(update))
         gain = check.gain(None if began is None else steps["before"], steps["after"])
-        self._report(steps, unknown, gain)
+        self._report(steps, gain)
         self.console.print(screen.steps_table(steps))
-        self.console.print(screen.unknown_table(unknown))
         if gain <= 1:
             self.console.print(
                 f"Not better: {gain - 1:+.1%} tokens per step in the mean. The result stays in "
@@ -106,24 +102,14 @@ class Tuning:
         )
         return True
 
-    def _report(
-        self,
-        steps: Mapping[str, check.Steps],
-        unknown: Mapping[str, Mapping[float, Posterior]],
-        gain: float,
-    ) -> None:
+    def _report(self, steps: Mapping[str, check.Steps], gain: float) -> None:
         cells = [
             {"drafts": name, "temperature": place[0], "nodes": place[1], "tokens_per_step": n}
             for name, places in steps.items()
             for place, n in places.items()
         ]
-        left = [
-            {"drafts": name} | asdict(posterior)
-            for name, of_name in unknown.items()
-            for posterior in of_name.values()
-        ]
         about = {"provenance": provenance(), "settings": self.settings.as_json()}
-        write_json(self.folder.report, about | {"cells": cells, "unknown": left, "gain": gain})
+        write_json(self.folder.report, about | {"cells": cells, "gain": gain})
 
     def _serve(self) -> str:
         """Return the command that serves the result."""
