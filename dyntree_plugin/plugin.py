@@ -73,7 +73,7 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     if device_type == "cuda":
         plan = plan.with_tries_of(MOST_ON_CUDA)
     speculation = cast("SpeculativeConfig", speculation)
-    _log_exactness(speculation, plan)
+    _log_options_of_chains(speculation, plan)
     masks = reads_masks(speculation)
     configuration.mark_as_tree(speculation, plan)
     configuration.attach_further_drafts(speculation, further)
@@ -136,8 +136,8 @@ def _choose_latent_on_cpu(vllm_config: VllmConfig) -> None:
             configuration.log_in_place_of("CPU_MLA", "AMX_MLA")
 
 
-def _log_exactness(speculation: SpeculativeConfig, plan: TreePlan) -> None:
-    """Say what trees make of vLLM's options for chains that are drawn from the draft."""
+def _log_options_of_chains(speculation: SpeculativeConfig, plan: TreePlan) -> None:
+    """Say what trees make of vLLM's options for chains."""
     from vllm.logger import init_logger
 
     from dyntree_plugin.options.methods import draws_chains
@@ -149,6 +149,12 @@ def _log_exactness(speculation: SpeculativeConfig, plan: TreePlan) -> None:
             speculation.draft_sample_method,
             speculation.rejection_sample_method,
             plan.exactness,
+        )
+    if speculation.enable_adaptive_verification:
+        init_logger("vllm.dyntree").info(
+            "enable_adaptive_verification is for vLLM's chains and is left out; of trees "
+            "budget=%s is in force.",
+            plan.budget,
         )
 
 

@@ -15,11 +15,5 @@ TARGETS = (
 )
 """Architectures whose tokens were compared with those of engines without speculation."""
 
-_MROPE = Targets("uses_mrope", lambda m: m.uses_mrope)
-
-MROPE_REFUSALS = (
-    _MROPE.other_than(TARGETS),
-    *_MROPE.uncompared("dtype", "tensor_parallel_size", "pipeline_parallel_size", "enable_lora"),
-    *_MROPE.uncompared("kv_cache_dtype"),
-)
+MROPE_REFUSALS = (Targets("uses_mrope", lambda m: m.uses_mrope).other_than(TARGETS),)
 """Checks of ``VllmConfig``."""

@@ -79,12 +79,6 @@ SPECULATION_REFUSALS = (
         "an adaptive dyntree.budget fits the trees to the load; leave it out",
     ),
     Refusal(
-        "enable_adaptive_verification",
-        lambda s: s.enable_adaptive_verification,
-        bool,
-        "leave it out and set dyntree.node_budget",
-    ),
-    Refusal(
         "rejection_sample_method",
         lambda s: s.rejection_sample_method,
         lambda method: method not in ("standard", "block"),

@@ -28,9 +28,6 @@ TARGETS = (
 """Architectures whose tokens were compared with those of engines without speculation: on a CPU, and
 but for the last two, which have the experts of Qwen3-Next, on an emulated CUDA device."""
 
-CACHED = TARGETS[: TARGETS.index("Qwen3_5MoeForConditionalGeneration")]
-"""Those whose tokens were compared with a prefix cache."""
-
 _RECURRENT_LAYERS = ("mamba", "linear_attention", "conv", "hybrid")
 """Their names in models' configurations; `hybrid` has attention beside."""
 
@@ -42,8 +39,7 @@ _RECURRENT = Targets("is_hybrid", lambda m: m.is_hybrid)
 _REFUSALS = (
     _RECURRENT.other_than(TARGETS),
     *_RECURRENT.uncompared(
-        *("quantization", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
-        "prefix_match_unit",
+        *("quantization", "mamba_cache_dtype", "prefix_match_unit"),
         *("VLLM_SSM_CONV_STATE_LAYOUT", "enable_lora"),
     ),
     _RECURRENT.refusal(
@@ -53,18 +49,18 @@ _REFUSALS = (
         f"compared in float16 are {' and '.join(IN_FLOAT16)}; set --dtype to bfloat16 or float32",
     ),
     _RECURRENT.refusal(
-        "enable_prefix_caching, architecture",
-        lambda c: (c.cache_config.enable_prefix_caching, c.model_config.architecture),
-        lambda found: found[0] and found[1] not in CACHED,
-        f"compared with decoding without trees are {', '.join(CACHED)}; for others use "
-        "--no-enable-prefix-caching",
-    ),
-    _RECURRENT.refusal(
         "enable_prefix_caching, pipeline_parallel_size",
         lambda c: (c.cache_config.enable_prefix_caching, c.parallel_config.pipeline_parallel_size),
         lambda found: found[0] and found[1] > 2,
         "with a prefix cache, pipelines of two stages alone were compared with decoding without "
         "trees; use two, or --no-enable-prefix-caching",
+    ),
+    Refusal(
+        "enable_mamba_cache_stochastic_rounding",
+        lambda c: c.mamba_config.enable_stochastic_rounding,
+        bool,
+        "an accepted path's states would be rounded by other draws than without trees; leave it "
+        "out",
     ),
     Refusal(
         "use_replayssm",

@@ -39,9 +39,6 @@ _OPTIONS = {
     "kv_cache_dtype": _Row(
         kv_cache_dtype, lambda dtype: dtype in KV_CACHE_DTYPES, "set it to the model's type"
     ),
-    "kv_cache_dtype_skip_layers": _Row(
-        lambda c: c.cache_config.kv_cache_dtype_skip_layers, bool, "leave it out"
-    ),
     "use_gemma4_mtp": _Row(
         lambda c: c.speculative_config is not None and c.speculative_config.use_gemma4_mtp(),
         bool,
@@ -52,11 +49,6 @@ _OPTIONS = {
     "prefix_match_unit": _Row(lambda c: c.cache_config.prefix_match_unit, bool, "leave it out"),
     "mamba_cache_dtype": _Row(
         lambda c: c.cache_config.mamba_cache_dtype, lambda dtype: dtype != "auto", "leave it out"
-    ),
-    "mamba_ssm_cache_dtype": _Row(
-        lambda c: c.cache_config.mamba_ssm_cache_dtype,
-        lambda dtype: dtype == "float16",
-        "set it to bfloat16 or float32",
     ),
 }
 

@@ -89,6 +89,7 @@ def mark_as_tree(speculative_config: SpeculativeConfig, plan: TreePlan) -> None:
     # vLLM would keep the distributions of its own chains.
     speculative_config.draft_sample_method = "greedy"
     speculative_config.rejection_sample_method = "standard"
+    speculative_config.enable_adaptive_verification = False
     if speculative_config.method not in BLOCKS:  # vLLM's V2 runner has no such drafts of its own
         speculative_config.parallel_drafting = False
     vars(speculative_config)[_MARK] = plan

@@ -50,7 +50,7 @@ def write_adapter(
     """
     folder.mkdir(parents=True)
     draws = torch.Generator().manual_seed(seed)
-    config = AutoConfig.from_pretrained(target)
+    config = AutoConfig.from_pretrained(target).get_text_config()
     width, heads = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * heads, config.num_key_value_heads * heads
     inner = config.intermediate_size

@@ -8,10 +8,8 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import util
 from typing import Any
 
-import image_engine
 from engine_process import Engine, Result, Run, answered, main, result_of
 
 
@@ -35,11 +33,6 @@ def serve_emulated(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[s
 
 
 class EmulatedEngine(Engine):
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        if arguments.get("language_model_only") and util.find_spec("torchvision") is None:
-            image_engine.without_torchvision()
-        super().__init__(arguments)
-
     def sabotaged(self, name: str) -> AbstractContextManager[None]:
         import emulated.sabotage
 

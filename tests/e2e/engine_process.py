@@ -204,6 +204,7 @@ class Engine:
         from vllm.utils.import_utils import resolve_obj_by_qualname
         from vllm.v1.executor import multiproc_executor
 
+        images.without_torchvision(arguments)
         # vLLM collects garbage ten times while an engine starts: 6 of 9.5 seconds.
         gc.freeze()
         copy_processes(multiproc_executor)
@@ -262,8 +263,7 @@ class Engine:
                 for number, output in self._batch(run, asked, prompts, seconds):
                     outputs[number] = output
                     prompts[number] = prompts[number] + output.tokens[0]
-        after = read_metrics()
-        gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        gained = {name: value - before.get(name, 0.0) for name, value in read_metrics().items()}
         if run.replay:
             outputs = [self._replay(*pair) for pair in zip(run.requests, outputs, strict=True)]
         shown = sorted({metric.name for metric in self.llm.get_metrics()})

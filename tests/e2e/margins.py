@@ -89,11 +89,25 @@ def scoring(found: Sequence[Place], vocabulary: int) -> Run:
     params = {"max_tokens": 1, "temperature": 0.0, "logprobs": vocabulary}
     return Run(
         [
-            Request(place.context, {**params, "allowed_token_ids": [token]})
+            Request(
+                _asked(place.context, vocabulary) if place.request.images else place.context,
+                {**params, "allowed_token_ids": [token]},
+                images=place.request.images,
+            )
             for place in found
             for token in (place.plain, place.other)
         ]
     )
+
+
+def _asked(context: Sequence[int], vocabulary: int) -> list[int]:
+    """Return a context with one placeholder for each image, whose token is no text's."""
+    before = [-1, *context]
+    return [
+        token
+        for token, last in zip(context, before, strict=False)
+        if token != last or token < vocabulary
+    ]
 
 
 def scores_of(answers: Sequence[Output]) -> list[Scores]:

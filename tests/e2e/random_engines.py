@@ -74,14 +74,14 @@ Engines = Mapping[str, tuple[dict[str, Any], dict[str, Run]]]
 """Arguments and runs by name."""
 
 
-def with_adapters(plain: dict[str, Any], draft: dict[str, Any]) -> Engines:
+def with_adapters(plain: dict[str, Any], draft: dict[str, Any], served: Run = LONG) -> Engines:
     """Two adapters of all linear layers, and none, in one batch."""
     target = Path(plain["model"])
     folders = [
         write_adapter(target.with_name(f"{target.name} adapter {seed}"), seed, target)
         for seed in (1, 2)
     ]
-    run = Run(adapters_in_turn(LONG.requests, folders))
+    run = Run(adapters_in_turn(served.requests, folders))
     # vLLM has room for one change of adapter per request: 16.
     broken = {each: replace(run, sabotage=each, batch=7) for each in MIXED_UP}
     return {
@@ -119,11 +119,16 @@ class Target:
 
     def differing(self, engine: str, name: str, plain: str = "") -> int:
         """Count the requests of a run whose tokens are not those of the engine ``plain``."""
+        return len(self.different(engine, name, plain))
+
+    def different(self, engine: str, name: str, plain: str = "") -> list[Request]:
+        """Return those requests."""
         plain = plain or ("plain with adapters" if engine == "adapters" else "plain")
         wanted: dict[str, Output] = {}
         for of_plain, run in self.engines[plain][1].items():
             wanted |= by_request(run, self.served(plain)[of_plain])
-        return len(mismatches(self.engines[engine][1][name], self.served(engine)[name], wanted))
+        run, result = self.engines[engine][1][name], self.served(engine)[name]
+        return [request for request, *_ in mismatches(run, result, wanted)]
 
     def in_half(self, dtype: str = "bfloat16", margin: str = "", draft: str = "draft") -> Verdict:
         """Compare the engines "plain in DTYPE" and "DRAFT in DTYPE", with the margin of that type

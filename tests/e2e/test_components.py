@@ -3,7 +3,7 @@ without trees, with images in the prompts and without."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,12 +13,11 @@ import pytest
 import sabotage_of_positions
 import sabotage_of_states
 import workload
-from comparison import accepted_per_step, by_request, explain, mismatches
-from engine_process import Request, Result, Run
+from comparison import accepted_per_step
+from engine_process import Request, Run
 from features import PROMPTS, SEEDS
-from image_engine import serve
-from random_engines import FLOAT32_DELTA_NET
-from references import serve_right
+from images import OPTIONS
+from random_engines import FLOAT32_DELTA_NET, Engines, Target, with_adapters
 from vision_targets import GLM_IMAGE, GLM_VIDEO, IMAGE, VIDEO, head_of, vision_target
 
 pytestmark = pytest.mark.e2e
@@ -47,10 +46,7 @@ def _request(number: int) -> Request:
 
 REQUESTS = [_request(number) for number in range(27)]
 RUN = Run(REQUESTS)
-GREEDY = [request for request in REQUESTS if request.params["temperature"] == 0]
-BROKEN = {
-    each.__name__: Run(GREEDY, sabotage=each.__name__) for each in sabotage_of_positions.BROKEN
-}
+POSITIONS = [each.__name__ for each in sabotage_of_positions.BROKEN]
 
 TIGHT = {
     "max_num_batched_tokens": 48,
@@ -80,17 +76,14 @@ SMALL_STATES = {
     "linear_num_value_heads": 2,
 }
 """So that a block has 32 tokens."""
+OF_4_LAYERS = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+"""So that more depends on attention, and both stages of a pipeline have layers of the same kinds,
+which vLLM asks for."""
 OF_BLOCKS = {
     each.__name__: replace(CONTINUED, sabotage=each.__name__)
     for each in sabotage_of_states.OF_BLOCKS[1:]
 }
 """Without the first one: no token here depends on the state at the end of a path's block."""
-
-_CACHED = "cached "
-"""Begins the names of engines with `CACHED`, and of one to compare with."""
-
-Served = Callable[[str, str], Mapping[str, Result]]
-"""Gives an engine's results by run, given the kind of target and the engine's name."""
 
 
 def _of_glm(run: Run) -> Run:
@@ -101,120 +94,135 @@ def _of_glm(run: Run) -> Run:
     return replace(run, requests=requests)
 
 
-def _engine(name: str, model: Path, kind: str) -> tuple[dict[str, Any], dict[str, Run]]:
-    """Arguments and runs."""
-    cached, name = name.startswith(_CACHED), name.removeprefix(_CACHED)
-    run, recurrent = CONTINUED if cached else RUN, kind in RECURRENT
-    twice = {"sound": run, "again": run}
-    in_float32 = FLOAT32_DELTA_NET if recurrent else {}
-    look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | TIGHT
-    arguments, runs = {
-        "plain": lambda: (workload.without_tree() | in_float32, {"sound": run}),
-        "draft": lambda: (workload.tree(NODES), twice | BROKEN),
-        "look-up": lambda: (look_up, twice),
-        "module": lambda: (
-            workload.with_head(model, "mtp", NODES, budget="fixed", lookup="off") | TIGHT,
-            twice | (OF_BLOCKS if cached else {}),
-        ),
-        "head": lambda: (
-            workload.with_head(head_of(model.with_name("head"), model), nodes=NODES, budget="fixed")
-            | TIGHT,
-            twice,
-        ),
-    }[name]()  # fmt: skip
-    images = {"trust_remote_code": True, "limit_mm_per_prompt": {"image": 2, "video": 1}}
-    caching = {"enable_prefix_caching": False} if recurrent else {}
-    if cached and name != "plain":
-        caching = CACHED
-    if kind == "glm_ocr":
-        runs = {run: _of_glm(of) for run, of in runs.items()}
-    return arguments | images | caching | {"model": str(model)}, runs
+def _broken(run: Run, *names: str) -> dict[str, Run]:
+    return {name: replace(run, sabotage=name) for name in names}
+
+
+def _engines(name: str, model: Path) -> Engines:
+    """The engines of a kind of target, which may have a remark: "cached" with a prefix cache,
+    and "FP8" with a quantised one."""
+    kind, _, remark = name.partition(", ")
+    recurrent, cached = kind in RECURRENT, remark == "cached"
+    common = OPTIONS | {"model": str(model)}
+    common |= {"kv_cache_dtype": "fp8"} if remark == "FP8" else {}
+    common |= {"enable_prefix_caching": False} if recurrent else {}
+    plain = workload.without_tree() | common | (FLOAT32_DELTA_NET if recurrent else {})
+    common |= CACHED if cached else {}
+    run = CONTINUED if cached else _of_glm(RUN) if kind == "glm_ocr" else RUN
+    once, twice = {"sound": run}, {"sound": run, "again": run}
+    greedy = Run([each for each in run.requests if each.params["temperature"] == 0])
+    in_float16 = {"dtype": "float16"}
+    draft = workload.tree(NODES) | common
+    look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | TIGHT | common
+    module = workload.with_head(model, "mtp", NODES, budget="fixed", lookup="off")
+    head = workload.with_head(head_of(model.with_name("head"), model), nodes=NODES, budget="fixed")
+    module, head = (each | TIGHT | common for each in (module, head))
+    split = module if recurrent else draft | TIGHT
+    unmoved: dict[str, Run] = {}
+    engines: dict[str, Any] = {}
+    if remark == "FP8":
+        unmoved = _broken(run, "move_without_a_byte")
+        engines["unquantised"] = plain | {"kv_cache_dtype": "auto"}, once
+    if not recurrent:
+        engines |= with_adapters(plain, draft, run)
+    return engines | {
+        "plain": (plain, once),
+        "draft": (draft, twice | _broken(greedy, *POSITIONS) | unmoved),
+        "look-up": (look_up, twice),
+        "module": (module, twice | (OF_BLOCKS if cached else unmoved)),
+        "head": (head, twice),
+        "two ranks": (split, once | _broken(run, POSITIONS[0])),
+        "two stages": (split, once | _broken(run, "without_trees_of_earlier_stages")),
+        "plain in float16": (plain | in_float16 | {"max_logprobs": -1}, once),
+        "draft in float16": (draft | in_float16, once | _broken(greedy, POSITIONS[0])),
+    }
+
+
+Targets = Callable[[str], Target]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+def target(tmp_path_factory: pytest.TempPathFactory) -> Targets:
     folder = tmp_path_factory.mktemp("targets")
 
     @cache
-    def target(kind: str, cached: bool) -> Path:
-        changes = SMALL_STATES if cached else {}
-        return vision_target(folder / f"{_CACHED * cached}{kind}" / "target", kind, **changes)
+    def of_kind(name: str) -> Target:
+        kind, _, remark = name.partition(", ")
+        changes: dict[str, Any] = {}
+        if kind in RECURRENT and remark:
+            changes = SMALL_STATES if remark == "cached" else OF_4_LAYERS
+        model = vision_target(folder / name / "target", kind, **changes)
+        return Target(_engines(name, model))
 
-    def of_kind(kind: str, name: str) -> Mapping[str, Result]:
-        engine, runs = _engine(name, target(kind, name.startswith(_CACHED)), kind)
-        right = name.endswith("plain")
-        return serve_right(engine, runs, serve) if right else serve(engine, runs)
-
-    return cache(of_kind)
+    return of_kind
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("qwen2_5_vl", "draft"),
-        ("qwen2_5_vl", "look-up"),
-        pytest.param("qwen3_vl", "head", marks=pytest.mark.slow),
-        *(
-            pytest.param(kind, name, marks=pytest.mark.slow)
-            for kind, last in (("glm_ocr", "module"), ("qwen3_vl_moe", "head"))
-            for name in ("draft", "look-up", last)
-        ),
-        ("qwen3_5", "module"),
-        pytest.param("qwen3_5", "look-up", marks=pytest.mark.slow),
-        pytest.param("qwen3_5", "head", marks=pytest.mark.slow),
-        pytest.param("qwen3_5_moe", "look-up", marks=pytest.mark.slow),
-        pytest.param("qwen3_5_moe", "module", marks=pytest.mark.slow),
-        pytest.param("intern_s2_preview", "look-up", marks=pytest.mark.slow),
-        pytest.param("intern_s2_preview", "module", marks=pytest.mark.slow),
-    ],
-)
-def test_no_token_differs(kind: str, name: str, served: Served) -> None:
-    plain, results = by_request(RUN, served(kind, "plain")["sound"]), served(kind, name)
-    for run in ("sound", "again"):
-        found = mismatches(RUN, results[run], plain)
-        assert not found, explain(found)
-    metrics = results["sound"].metrics
+FAST = [("qwen2_5_vl", "draft"), ("qwen2_5_vl", "look-up"), ("qwen3_5, of 4 layers", "two ranks")]
+SLOW = [
+    *(("qwen2_5_vl", name) for name in ("two ranks", "two stages", "adapters")),
+    ("qwen3_vl", "head"),
+    *((kind, name) for kind in ("glm_ocr", "qwen3_vl_moe") for name in ("draft", "look-up")),
+    *(("glm_ocr", "module"), ("qwen3_vl_moe", "head")),
+    *((kind, name) for kind in RECURRENT for name in ("look-up", "module")),
+    *(("qwen3_5", "head"), ("qwen3_5, of 4 layers", "two stages"), ("qwen3_5_moe", "two ranks")),
+    *((f"{kind}, cached", name) for kind in RECURRENT for name in ("look-up", "module")),
+    *(("qwen2_5_vl, FP8", "draft"), ("qwen3_5, FP8", "module")),
+]
+CONTROLLED = [
+    (kind, name)
+    for kind, name in FAST + SLOW
+    if name in ("draft", "two ranks", "two stages", "adapters")
+    or (name == "module" and "," in kind)
+]
+
+
+def _marked(pairs: list[tuple[str, str]]) -> list[Any]:
+    return [pytest.param(*each, marks=[pytest.mark.slow] * (each in SLOW)) for each in pairs]
+
+
+@pytest.mark.parametrize(("kind", "name"), _marked(FAST + SLOW))
+def test_no_token_differs(kind: str, name: str, target: Targets) -> None:
+    own = target(kind)
+    results = own.served(name)
+    sound = [each for each, run in own.engines[name][1].items() if run.sabotage is None]
+    assert {each: own.differing(name, each) for each in sound} == dict.fromkeys(sound, 0)
     assert accepted_per_step(results["sound"]) > 0.5
+    if kind.endswith("cached"):
+        for each in sound:
+            answers = zip(CONTINUED.requests, results[each].outputs, strict=True)
+            cached = {bool(given.images) for given, answer in answers if answer and answer.cached}
+            assert cached == {True, False}
+        return
     # A block of a recurrent target has room for a whole request.
-    preempted = name != "draft" and kind not in RECURRENT
-    assert (metrics["vllm:num_preemptions_total"] > 0) == preempted
+    preempted = name not in ("draft", "adapters") and not kind.startswith(RECURRENT)
+    assert (results["sound"].metrics["vllm:num_preemptions_total"] > 0) == preempted
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "qwen2_5_vl",
-        pytest.param("glm_ocr", marks=pytest.mark.slow),
-        pytest.param("qwen3_vl_moe", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("broken", BROKEN)
-def test_tokens_differ_if_positions_are_wrong(kind: str, broken: str, served: Served) -> None:
-    plain = by_request(RUN, served(kind, "plain")["sound"])
-    result = served(kind, "draft")[broken]
-    found = [request for request, *_ in mismatches(BROKEN[broken], result, plain)]
-    assert any(request.images for request in found)
-    assert any(not request.images for request in found) == (broken != "without_delta")
+@pytest.mark.parametrize(("kind", "name"), _marked(CONTROLLED))
+def test_tokens_differ_if_a_mechanism_is_broken(kind: str, name: str, target: Targets) -> None:
+    own = target(kind)
+    broken = [each for each, run in own.engines[name][1].items() if run.sabotage is not None]
+    found = {each: own.different(name, each) for each in broken}
+    assert broken
+    assert all(found.values()), found
+    for each in {*POSITIONS} & {*broken}:
+        of_images = {bool(request.images) for request in found[each]}
+        assert of_images == ({True} if each == "without_delta" else {True, False}), each
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["module", "look-up"])
-def test_no_token_differs_with_a_prefix_cache(name: str, served: Served) -> None:
-    plain = by_request(CONTINUED, served("qwen3_5", f"{_CACHED}plain")["sound"])
-    results = served("qwen3_5", f"{_CACHED}{name}")
-    for run in ("sound", "again"):
-        found = mismatches(CONTINUED, results[run], plain)
-        assert not found, explain(found)
-        answers = zip(CONTINUED.requests, results[run].outputs, strict=True)
-        cached = [given for given, answer in answers if answer and answer.cached]
-        assert any(given.images for given in cached)
-        assert any(not given.images for given in cached)
-    assert accepted_per_step(results["sound"]) > 0.5
+def test_in_float16_tokens_differ_by_rounding_alone(
+    target: Targets, tell: Callable[[str], None]
+) -> None:
+    own = target("qwen2_5_vl")
+    judged = own.in_half("float16")
+    tell(str(judged))
+    assert judged.unexcused == 0
+    assert judged.excused <= len(REQUESTS) // 5
+    assert own.differing("draft in float16", POSITIONS[0], "plain in float16") > judged.excused
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", OF_BLOCKS)
-def test_tokens_differ_if_cached_states_are_wrong(broken: str, served: Served) -> None:
-    plain = by_request(CONTINUED, served("qwen3_5", f"{_CACHED}plain")["sound"])
-    result = served("qwen3_5", f"{_CACHED}module")[broken]
-    assert mismatches(CONTINUED, result, plain)
+@pytest.mark.parametrize("kind", ["qwen2_5_vl, FP8", "qwen3_5, FP8"])
+def test_a_quantised_cache_is_another(kind: str, target: Targets) -> None:
+    assert target(kind).differing("unquantised", "sound")

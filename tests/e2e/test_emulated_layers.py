@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import image_engine
 import pytest
 import sabotage_of_states
 import workload
 from comparison import accepted_per_step, by_request, mismatches
 from emulated_engine import Emulated, serve_emulated
-from engine_process import Request, Result, Run, serve
+from engine_process import Request, Result, Run
 from latent_targets import CONFIGS as LATENT
 from latent_targets import latent_head, latent_target
 from random_engines import FEW, FLOAT32_DELTA_NET, LATENT_ON_CPU, REQUESTS
@@ -186,7 +185,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
         common = LIMITS | common | {"model": model}
         run = CONTINUED if cached else RUNS[kind if kind in RUNS else source]
         without = workload.without_tree() | common | of_plain
-        of_engine = image_engine.serve if kind in VISION else partial(serve, threads=1)
         trees = _engine(source, model)
         nodes = trees["speculative_config"]["num_speculative_tokens"]
         sizes = [requests * (nodes + 1) for requests in (1, 2, 4)]
@@ -201,9 +199,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
             ]
             emulated = serve_emulated(trees, runs | {"plain": Run(nobody)})
             return Served(run, emulated["plain"].result, emulated)
-        return Served(
-            run, serve_right(without, {"": run}, of_engine)[""], serve_emulated(trees, runs)
-        )
+        return Served(run, serve_right(without, {"": run})[""], serve_emulated(trees, runs))
 
     return of_kind
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import image_engine
+import images
 import latent_targets
 import pytest
 import random_targets
@@ -20,7 +20,7 @@ import references
 import torch
 import vision_targets
 import workload
-from engine_process import Output, Result, Run, serve
+from engine_process import Output, Result, Run
 from latent_targets import latent_target
 from random_engines import FLOAT32_DELTA_NET, LATENT_ON_CPU
 from random_targets import random_target
@@ -29,7 +29,6 @@ from vision_targets import vision_target
 
 Make = Callable[[Path, str], Path]
 RECURRENT = random_targets.RECURRENT
-OF_IMAGES = {"trust_remote_code": True, "limit_mm_per_prompt": {"image": 2, "video": 1}}
 WRITTEN: dict[str, Make] = {
     **dict.fromkeys(
         [*RECURRENT, *random_targets.WINDOWED, *random_targets.MIXTURES], random_target
@@ -46,7 +45,7 @@ def _engine(model: Path, kind: str) -> dict[str, Any]:
         **workload.without_tree(model=str(model)),
         **(FLOAT32_DELTA_NET if delta_net else {}),
         **(LATENT_ON_CPU if make is latent_target else {}),
-        **(OF_IMAGES if make is vision_target else {}),
+        **(images.OPTIONS if make is vision_target else {}),
         # vLLM's operator of Mamba-2 for CPUs keeps no states for a prefix cache.
         **({"enable_prefix_caching": False} if delta_net or kind in RECURRENT else {}),
     }
@@ -56,10 +55,8 @@ def _engine(model: Path, kind: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_those_of_transformers_alone_as_in_a_batch(kind: str, tmp_path: Path) -> None:
-    make = WRITTEN[kind]
-    of_engine = image_engine.serve if make is vision_target else partial(serve, threads=1)
-    engine = _engine(make(tmp_path / kind, kind), kind)
-    assert references.serve_right(engine, {}, of_engine) == {}
+    engine = _engine(WRITTEN[kind](tmp_path / kind, kind), kind)
+    assert references.serve_right(engine, {}) == {}
 
 
 class _Greedy:

@@ -54,11 +54,12 @@ def _broken(run: Run, names: Iterable[Any]) -> dict[str, Run]:
 
 
 def _in_half(
-    plain: dict[str, Any], draft: dict[str, Any], broken: Iterable[Any], **in_bfloat16: Any
+    plain: dict[str, Any], draft: dict[str, Any], broken: Iterable[Any], *others: str
 ) -> Engines:
+    """``others``: names of options that take the type, too."""
     engines: dict[str, Any] = {}
-    for dtype, others in zip(HALF_TYPES, (in_bfloat16, {}), strict=True):
-        of_type = {"dtype": dtype} | others
+    for dtype in HALF_TYPES:
+        of_type = dict.fromkeys(("dtype", *others), dtype)
         engines |= {
             f"plain in {dtype}": (plain | of_type | {"max_logprobs": -1}, _sound(RUN)),
             f"draft in {dtype}": (draft | of_type, _sound(RUN) | _broken(RUN, broken)),
@@ -173,7 +174,7 @@ def _recurrent(model: Path, kind: str) -> Engines:
         "two ranks": (draft | cached, _sound(LONG) | turns),
         "two stages": (piped, _sound(RUN) | staged | aborted),
         "compiled": (draft | {"enforce_eager": False}, _sound(RUN)),
-        **_in_half(plain, draft, ["commit_dropped"], mamba_ssm_cache_dtype="bfloat16"),
+        **_in_half(plain, draft, ["commit_dropped"], "mamba_ssm_cache_dtype"),
     }
 
 
@@ -216,7 +217,7 @@ def _latent(model: Path, kind: str) -> Engines:
 
 
 def _quantised(model: Path, kind: str) -> Engines:
-    """With scales in the checkpoint, vLLM quantises the cache.
+    """With scales in the checkpoint, vLLM quantises the cache, of Mistral but for the first layer.
 
     A byte that is left out of a move changes few tokens, so no request is left out.
     """
@@ -224,7 +225,9 @@ def _quantised(model: Path, kind: str) -> Engines:
         each.__name__: Run(RUN.requests, sabotage=each.__name__)
         for each in sabotage_of_caches.BROKEN
     }
-    of = {"model": str(model)}
+    of: dict[str, Any] = {"model": str(model)}
+    if kind.startswith("mistral"):
+        of["kv_cache_dtype_skip_layers"] = ["0"]
     plain, draft = workload.without_tree() | of, workload.tree(NODES) | of
     unquantised = dict.fromkeys(("kv_cache_dtype", "dtype"), "bfloat16")
     return {

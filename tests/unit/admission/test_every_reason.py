@@ -22,12 +22,12 @@ NAMED = ("ubatch_size=2", "scheduler_cls='my.Scheduler'", "target model: is_diff
 def test_reasons_of_all_kinds_are_given_at_once(admitted: VllmConfig, method: str) -> None:
     of_speculation = {
         "speculative_config.method": method,
-        "speculative_config.enable_adaptive_verification": True,
+        "speculative_config.use_heterogeneous_vocab": True,
         "speculative_config.draft_model_config.use_mla": True,
     }
     reason = refusal_of(with_all(admitted, CHANGES | of_speculation), node_budget=17)
     budget = "dyntree.node_budget=17 exceeds num_speculative_tokens=16"
-    for named in (*NAMED, budget, "enable_adaptive_verification=True"):
+    for named in (*NAMED, budget, "use_heterogeneous_vocab=True"):
         assert named in reason
     served = method == "draft_model"
     assert (f"speculative_config.method={method!r} is not supported" in reason) != served

@@ -46,11 +46,9 @@ def test_it_is_admitted_in_fp16_and_with_adapters(
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("cache_config.kv_cache_dtype_skip_layers", ["0"], "kv_cache_dtype_skip_layers="),
         ("kv_transfer_config", NIXL, "kv_cache_dtype, kv_transfer_config="),
         ("speculative_config.use_gemma4_mtp", lambda: True, "kv_cache_dtype, use_gemma4_mtp="),
         ("model_config.use_mla", True, "use_mla, kv_cache_dtype="),
-        ("model_config.uses_mrope", True, "uses_mrope, kv_cache_dtype="),
     ],
 )
 def test_what_was_not_compared_is_refused(

@@ -42,7 +42,6 @@ CPU: dict[str, tuple[str, Any]] = {
 SPECULATION: dict[str, tuple[str, Any]] = {
     "use_heterogeneous_vocab": ("use_heterogeneous_vocab", True),
     "num_speculative_tokens_per_batch_size": ("num_speculative_tokens_per_batch_size", [(1, 4, 8)]),
-    "enable_adaptive_verification": ("enable_adaptive_verification", True),
     "rejection_sample_method": ("rejection_sample_method", "synthetic"),
     "kv_cache_dtype": ("kv_cache_dtype", "fp8"),
     "draft_tensor_parallel_size (draft, target)": ("draft_tensor_parallel_size", 2),
@@ -122,21 +121,25 @@ def test_every_refusal_of_the_tables_is_tested() -> None:
     assert {r.option for r in refusals.MODEL_REFUSALS} == MODEL.keys() | {"sizes"}
 
 
-def test_what_vllm_keeps_of_its_own_drawn_chains_is_left_out(
-    build: Build, logged: Callable[[], str]
-) -> None:
+def test_what_is_for_vllms_own_chains_is_left_out(build: Build, logged: Callable[[], str]) -> None:
     drawn = {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
-    config = build(speculative=drawn)
+    config = build(speculative=drawn | {"enable_adaptive_verification": True})
     plan, speculation = tree_plan(config), config.speculative_config
     assert plan is not None
     assert speculation is not None
     assert plan.exactness == "distribution"
     assert speculation.draft_sample_method == "greedy"
     assert speculation.rejection_sample_method == "standard"
-    assert "draft_sample_method=probabilistic" in logged()
+    assert not speculation.enable_adaptive_verification
+    said = logged()
+    assert "draft_sample_method=probabilistic" in said
+    assert "enable_adaptive_verification is for vLLM's chains and is left out" in said
 
 
-REPLACED = {"an n-gram drafter", "a DFlash2 drafter", "a drafter with several MTP modules"}
+REPLACED = {
+    *("an n-gram drafter", "a DFlash2 drafter", "a drafter with several MTP modules"),
+    "adaptive verification",
+}
 """Features whose kernels no engine with trees calls."""
 OF_RECURRENT_TARGETS = {"KDA with a prefix cache"}
 """Features that are refused by vLLM's options for recurrent targets, or by a layer's class."""
@@ -147,7 +150,6 @@ UNSERVED = {
     "batch-sharded sampling": "enable_batch_sharded_sampling",
     "watermarking": "watermark_config",
     "a prompt given as embeddings": "enable_prompt_embeds",
-    "adaptive verification": "enable_adaptive_verification",
 }
 """Features without kernels on the CPU, and vLLM's options that ask for them."""
 
