@@ -6,6 +6,7 @@ A table's marks are the lines `<!-- table: NAME -->` and `<!-- end -->`.
 from __future__ import annotations
 
 import ast
+import csv
 import json
 import math
 import re
@@ -216,6 +217,10 @@ def _body(path: Path, name: str) -> str:
 
 REASONS = {
     "is_hybrid, architecture": "class of recurrent target",
+    "is_hybrid, quantization": "recurrent layers with quantised weights",
+    "is_mm_prefix_lm": "images that see each other both ways",
+    "kv_cache_dtype, use_gemma4_mtp": "assistant with an FP8 cache",
+    "method, tensor_parallel_size": "block draft on several ranks",
     "uses_mrope, architecture": "class with M-RoPE",
     "uses_mrope": "M-RoPE",
     "use_mla": "latent attention",
@@ -244,22 +249,47 @@ REASONS = {
 
 
 def _recipes() -> str:
-    """Say by which method each recipe of vLLM is served, and why its draft or the target is not."""
+    """Say by which method each recipe of vLLM is served, whether its default command starts on
+    CUDA, and what stands in the way."""
     groups = json.loads((ROOT / "scripts" / "recipes.json").read_text())
-    rows: dict[tuple[str, str], list[str]] = {}
+    checkpoints = list(csv.DictReader((ROOT / "scripts" / "checkpoints.csv").open()))
+    commands = {each["recipe"]: each for each in checkpoints if each["checkpoint"] == "default"}
+    rows: dict[tuple[str, str, str], list[str]] = {}
     for each in groups:
         first = each["methods"][0]
         on_cpu, on_cuda = (_served(each[device], first) for device in DEVICES)
         both = on_cpu if on_cpu == on_cuda else f"on a CPU {on_cpu}; on CUDA {on_cuda}"
-        rows.setdefault((first, both), []).extend(each["recipes"])
-    lines = ["| recipes | drafts | served |", "|---|---|---|"]
+        for name in each["recipes"]:
+            rows.setdefault((first, both, _starts(commands.get(name))), []).append(name)
+    lines = ["| recipes | drafts | served | default command |", "|---|---|---|---|"]
     lines += [
-        f"| {', '.join(names)} | `{first}` | {both} |" for (first, both), names in rows.items()
+        f"| {', '.join(names)} | `{first}` | {both} | {default} |"
+        for (first, both, default), names in rows.items()
     ]
     counts = [_counted(groups, device) for device in DEVICES]
     every = sum(len(each["recipes"]) for each in groups)
     head = f"Of {every} recipes, {counts[0]} are served on a CPU, and {counts[1]} on CUDA."
-    return "\n".join([head, "", *lines])
+    default, listed = (
+        sum(not each["refused"] for each in of) for of in (commands.values(), checkpoints)
+    )
+    head += (
+        f" The default commands of {default} start on CUDA, and those of {listed} of the "
+        f"{len(checkpoints)} checkpoints that the recipes with served drafts list."
+    )
+    return "\n".join([*textwrap.wrap(head, 120), "", *lines])
+
+
+def _starts(checkpoint: dict[str, str] | None) -> str:
+    """Say whether a checkpoint's command starts; None is one whose target or draft is refused."""
+    if checkpoint is None:
+        return "no"
+    refused = checkpoint["refused"]
+    return f"refused: {_words(refused.split('; '))}" if refused else "starts"
+
+
+def _words(names: Iterable[str]) -> str:
+    """Return words for the names in messages of refusals, each once."""
+    return ", ".join(dict.fromkeys(REASONS.get(name, f"`{name}`") for name in names))
 
 
 DEVICES = ("cpu", "cuda")
@@ -269,7 +299,7 @@ def _served(outcome: dict[str, Any], first: str) -> str:
     if outcome["served"] == first:
         return "yes"
     names = (each.removeprefix("speculative_config.") for each in outcome["refused"])
-    words = ", ".join(dict.fromkeys(REASONS.get(name, f"`{name}`") for name in names))
+    words = _words(names)
     method = {None: "", "ngram_gpu": "look-up alone; "}.get(
         outcome["served"], f"`{outcome['served']}` alone; "
     )

@@ -101,6 +101,17 @@ def test_the_tables_of_the_pages_are_those_that_the_script_writes() -> None:
     assert sorted(named) == sorted(script["TABLES"])
 
 
+def test_the_readme_counts_recipes_as_the_table_does() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    found = re.search(r"Of (\d+) recipes, .*?commands\sof\s(\d+)\sstart", page, re.S)
+    assert found is not None
+    every, start = found.groups()
+    assert (
+        f"default commands of {start} of vLLM's {every} [recipes]"
+        in (ROOT / "README.md").read_text()
+    )
+
+
 def test_every_row_of_the_comparison_names_its_source() -> None:
     page = (ROOT / "docs" / "comparison.md").read_text()
     rows = re.findall(r"^\| (?!project)[^-|].*\|$", page, re.M)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dyntree_plugin.engine.cpu.worker  # noqa: F401  # isort: skip  # before vLLM's V2 modules
+import csv
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,18 +27,23 @@ from dyntree_plugin.options.methods import BLOCKS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-RECIPES: list[dict[str, Any]] = json.loads(
-    (Path(__file__).parents[3] / "scripts" / "recipes.json").read_text()
-)
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+RECIPES: list[dict[str, Any]] = json.loads((SCRIPTS / "recipes.json").read_text())
+CHECKPOINTS = list(csv.DictReader((SCRIPTS / "checkpoints.csv").open()))
 LOOK_UP = "ngram_gpu"
 OF_DRAFT = "speculative_config.draft_model_config"
 OF_TEXT = ("sliding_window", "index_topk", "num_nextn_predict_layers", "layer_types")
 """What admission reads from the file of a model, and not from what vLLM makes of it."""
-WITH_FLAGS = {
-    "is_hybrid": ("cache_config.enable_prefix_caching", False),
-    "is_mm_prefix_lm": ("model_config.is_mm_prefix_lm", False),
+OF_IMAGES = "model_config.is_mm_prefix_lm"
+"""True with the images of some targets; False for text alone, as in the page's column of kinds."""
+QUANTIZATION = {
+    "bf16": None,
+    "fp8": "fp8",
+    "nvfp4": "modelopt_fp4",
+    "mxfp4": "mxfp4",
+    **dict.fromkeys(("int4", "int8", "int2/4/8"), "compressed-tensors"),
 }
-"""What the page asks for in every recipe of such targets: no prefix cache, and text alone."""
+"""vLLM's names for the weights of checkpoints."""
 KINDS = {"cpu": on_cpu.KINDS, "cuda": on_cuda.KINDS}
 
 
@@ -74,12 +81,24 @@ def facts(recipe: dict[str, Any], method: str) -> Iterator[tuple[str, Any]]:
         for name, value in recipe.get(model, {}).items():
             of_text = "hf_config." if model == "draft" else "hf_text_config."
             yield f"{path}.{of_text if name in OF_TEXT else ''}{name}", value
-    yield from (WITH_FLAGS[each] for each in recipe.get("target", {}) if each in WITH_FLAGS)
+    yield OF_IMAGES, False
 
 
-def refused(config: VllmConfig, recipe: dict[str, Any], method: str, device: str) -> list[str]:
+def of_command(recipe: dict[str, Any], checkpoint: dict[str, str]) -> Iterator[tuple[str, Any]]:
+    """Yield what a recipe's command for a checkpoint changes, with the recipe's own draft."""
+    cache = {"cache_dtype": checkpoint["cache"] or "auto"}
+    yield from facts(recipe | cache, recipe["methods"][0])
+    yield OF_IMAGES, recipe.get("target", {}).get("is_mm_prefix_lm", False)
+    for model in ("model_config", "speculative_config.target_model_config"):
+        yield f"{model}.quantization", QUANTIZATION[checkpoint["weights"]]
+    yield "parallel_config.tensor_parallel_size", int(checkpoint["ranks"])
+
+
+def refused(
+    config: VllmConfig, recipe: dict[str, Any], changes: Iterator[tuple[str, Any]], device: str
+) -> list[str]:
     """Return the names of what admission refuses, in the configuration and in the layers."""
-    for path, value in facts(recipe, method):
+    for path, value in changes:
         config = changed(config, path, value)
     layers = [each for each in recipe.get("layers", ()) if each not in layers_of(device)]
     try:
@@ -92,7 +111,7 @@ def refused(config: VllmConfig, recipe: dict[str, Any], method: str, device: str
 def outcome(config: VllmConfig, recipe: dict[str, Any], device: str) -> dict[str, Any]:
     """Return the method by which a recipe is served, and what stands against its own."""
     methods = [*recipe["methods"], LOOK_UP]
-    reasons = {method: refused(config, recipe, method, device) for method in methods}
+    reasons = {method: refused(config, recipe, facts(recipe, method), device) for method in methods}
     served = next((method for method, found in reasons.items() if not found), None)
     return {"served": served, "refused": list(dict.fromkeys(reasons[methods[0]]))}
 
@@ -112,6 +131,21 @@ def test_the_recipes_are_served_as_the_page_says(
     found = {", ".join(each["recipes"]): outcome(on(device), each, device) for each in RECIPES}
     written = {", ".join(each["recipes"]): each[device] for each in RECIPES}
     assert found == written, json.dumps(found)
+
+
+def test_the_checkpoints_start_as_the_page_says(on: Callable[[str], VllmConfig]) -> None:
+    """With the recipes' commands, on CUDA."""
+    of = {name: each for each in RECIPES for name in each["recipes"]}
+
+    def said(each: dict[str, str]) -> str:
+        recipe = of[each["recipe"]]
+        return "; ".join(refused(on("cuda"), recipe, of_command(recipe, each), "cuda"))
+
+    found = io.StringIO()
+    written = csv.DictWriter(found, CHECKPOINTS[0], lineterminator="\n")
+    written.writeheader()
+    written.writerows(each | {"refused": said(each)} for each in CHECKPOINTS)
+    assert found.getvalue() == (SCRIPTS / "checkpoints.csv").read_text(), found.getvalue()
 
 
 def test_a_feature_that_a_device_serves_no_more_is_seen(
