@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 
 
@@ -31,12 +29,3 @@ def pytest_interpreted(
         env=environment,
         cwd=ROOT,
     )
-
-
-def passes_interpreted(file: str, count: int, names: str = "interpreted") -> None:
-    """Check that as many tests of a file with these ``names`` pass, and that none is skipped."""
-    pytest.importorskip("triton", reason="these kernels are written in Triton")
-    done = pytest_interpreted(file, "-k", names)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert "skipped" not in done.stdout, done.stdout
-    assert f"{count} passed" in done.stdout, done.stdout

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -234,66 +234,6 @@ def draws_other_seeds(runner: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def captured(runner: Any) -> Iterator[None]:
-    """Run verification and drafting as CUDA graphs do, where a replay runs the captured call again.
-
-    Batches are padded and at fixed addresses, and each step has another number of draft forwards.
-    Output must not change.
-    """
-    from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedStages
-    from dyntree_plugin.tree.budget.choice import node_buckets
-
-    replayed: dict[str, list[int]] = {"verification": [], "drafting": []}
-
-    def recorder(kind: str) -> Any:
-        def record(run: Any) -> Any:
-            values = run()
-
-            def replay() -> None:
-                # Stages that pass values on through their own memory return none.
-                replayed[kind].extend(map(len, values))
-                for value, new in zip(values, run(), strict=True):
-                    value.copy_(new)
-
-            return replay, values
-
-        return record
-
-    trees, drafter = runner.trees, runner.speculator.drafter
-    stages, shape = drafter.stages, trees.shape
-    numbers = {1 + min(size, shape.max_depth) for size in node_buckets(shape.node_budget)}
-    drafting = CapturedDrafting(
-        stages, [*numbers], runner.max_num_reqs, trees.spare, trees.vocabulary
-    )
-    recorders = iter((recorder("drafting"), recorder("verification")))
-    graphs = CapturedStages(lambda _: drafting, lambda: nullcontext(next(recorders)))
-    wanted = itertools.cycle(range(1 + len(stages.widths)))
-    add, forwards = runner.add_requests, set()
-
-    def add_with_another_number(scheduler_output: Any) -> None:
-        forwards.add(runner.step.drafted.growth_forwards)
-        add(scheduler_output)
-        runner.step.most_forwards = next(wanted)
-
-    with torch.inference_mode():
-        graphs.prepare(stages)
-        graphs.capture()
-        graphs.capture_verification(runner.verifier, runner.max_num_reqs)
-    with (
-        mock.patch.object(runner.verifier, "_graphs", graphs),
-        mock.patch.object(drafter, "_graphs", graphs),
-        mock.patch.object(runner, "add_requests", add_with_another_number),
-    ):
-        yield
-    for kind, sizes in replayed.items():
-        if len(set(sizes)) < 2:
-            raise RuntimeError(f"{kind}: batches of {sorted(set(sizes))} requests were replayed")
-    every = {*range(1 + len(stages.widths))}
-    if graphs.fewest_forwards == 0 and forwards - {None} != every:
-        raise RuntimeError(f"trees of {forwards} draft forwards were grown")
-
-
 class _Guesses:
     """Tries of one path of six random tokens, each of which is said to be almost certain."""
 
@@ -325,23 +265,6 @@ def guesses(runner: Any) -> Iterator[None]:
 def unranked(runner: Any) -> Iterator[None]:
     """Rank the draft's logits as if requests had no parameters. Output must not change."""
     with mock.patch.object(runner.speculator.drafter, "_ranking", None):
-        yield
-
-
-@contextmanager
-def tensors(runner: Any) -> Iterator[None]:
-    """Grow trees in plain torch, from the same sources. Output must not change."""
-    from dyntree_kernels.contracts import RowBuffers
-    from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
-    from dyntree_plugin.engine.step.rows import GrowthMemory
-    from dyntree_plugin.tree.children import ChildPicker
-
-    stages, plan = runner.speculator.drafter.stages, runner.trees.plan
-    rows = RowBuffers(*map(torch.from_numpy, stages._growth._rows))
-    pick = ChildPicker(plan, runner.ops.perturb, runner.estimate)
-    memory = GrowthMemory(stages._of_requests, rows, stages._growth._longest)
-    growth = TensorGrowth(runner.trees, pick, memory)
-    with mock.patch.object(stages, "_growth", growth):
         yield
 
 

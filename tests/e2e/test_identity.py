@@ -20,9 +20,7 @@ Differing = Callable[[str, str], str]
 FALLBACKS = "vllm:dyntree_fallback_steps_total{reason="
 
 HARMLESS = (
-    "captured",
     "broken_draft",
-    "tensors",
     "guesses",
     "unranked",
     "unfollowed",

@@ -68,7 +68,6 @@ TREE_RUNS: dict[str, Run] = {
         abort_after={0: 1, 3: 2, 5: 3, 6: 3, 11: 5, 15: 7},
     ),
     "after the aborted": Run(each_kind(range(164, 180))),
-    "captured": Run(ONE_OF_EACH, sabotage="captured"),
     "broken_draft": Run(each_kind(range(24)), sabotage="broken_draft"),
     "after the broken draft": Run(each_kind(range(24))),
     "broken_target": BROKEN_TARGET,
@@ -95,7 +94,6 @@ FIXED_RUNS |= {
         for name in ("repetitive", "phrases", "thinking_budget")
         for broken in sabotage.OF_PATHS
     },
-    "tensors": Run(ONE_OF_EACH, sabotage="tensors"),
     "guesses": Run(ONE_OF_EACH, sabotage="guesses"),
     "acceptance": ACCEPTANCE,
     "sample": SAMPLE,
@@ -236,10 +234,6 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
             "batches of 16": Run(_untruncated(each_kind(range(48)))),
             "batches of 3": Run(_untruncated(each_kind(range(9))), batch=3),
             "again": Run(_untruncated(each_kind(range(48)))),
-            "captured": Run(
-                _untruncated([*each_kind(range(12)), *each_kind(range(12, 24), max_tokens=24)]),
-                sabotage="captured",
-            ),
             "continued": Run(_untruncated(CONTINUED.requests)),
         },
     ),
@@ -253,8 +247,6 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
 }  # fmt: skip
 """Arguments and runs of the engines with trees. In a twin the target is its own draft."""
 
-_IN_TENSORS = {name: FIXED_RUNS[name] for name in ("tensors", "guesses")}
-
 LOOK_UP: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "look-up": (
         without_draft(budget="fixed"),
@@ -265,10 +257,9 @@ LOOK_UP: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
             "warm": TREE_RUNS["warm"],
             "continued": CONTINUED,
             "max_model_len": TREE_RUNS["max_model_len"],
-            "captured": TREE_RUNS["captured"],
+            "guesses": FIXED_RUNS["guesses"],
         },
     ),
-    "look-up in tensors": (without_draft(budget="fixed"), _IN_TENSORS),
     "adaptive look-up": (
         without_draft(method="ngram_gpu"),
         {name: TREE_RUNS[name] for name in (*KINDS, "batches of 1", "from people")}
@@ -288,7 +279,6 @@ POOLS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
         | {
             "acceptance": ACCEPTANCE,
             "sample": SAMPLE,
-            "captured": TREE_RUNS["captured"],
             "broken_draft": TREE_RUNS["broken_draft"],
             "wrong_child": FIXED_RUNS["wrong_child"],
         },
@@ -300,7 +290,6 @@ POOLS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
             "acceptance": ACCEPTANCE,
             "sample": SAMPLE,
             "from people": TREE_RUNS["from people"],
-            "captured": TREE_RUNS["captured"],
             "wrong_child": FIXED_RUNS["wrong_child"],
         },
     ),
@@ -332,7 +321,6 @@ HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
             "warm": TREE_RUNS["warm"],
             "continued": CONTINUED,
             "max_model_len": TREE_RUNS["max_model_len"],
-            "captured": TREE_RUNS["captured"],
             **{
                 name: Run(each_kind(range(32), max_tokens=24), sabotage=name)
                 for name in sabotage.OF_HEADS
@@ -340,7 +328,6 @@ HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
             "after the sabotage": FIXED_RUNS["after the sabotage"],
         },
     ),
-    "head in tensors": (with_head(pair.paths()["eagle3"], budget="fixed"), _IN_TENSORS),
     "head alone": (
         with_head(pair.paths()["eagle3"], budget="fixed", lookup="off"),
         OF_KINDS | {"acceptance": ACCEPTANCE, "from people": TREE_RUNS["from people"]} | LIMITED,
@@ -375,7 +362,7 @@ DRAWN: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
 
 SLOW_ENGINES = {
     *("every prompt", "draft alone", "uncoupled", "chain", "wide", "tight twin"),
-    *("look-up in tensors", "adaptive look-up", "tight look-up", "head in tensors"),
+    *("adaptive look-up", "tight look-up"),
     *("pool", "merged"),
     *("head alone", "adaptive head", "tight head", *OF_GROWTHS),
     *("dyspec", "expansion", "adaptive block chains", "drawn trees", "adaptive drawn trees"),

@@ -5,7 +5,6 @@ A graph is replaced by a call that runs again, as in `replays`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +16,6 @@ import torch
 from draft_model import HIDDEN, LONGEST, MOST, VOCAB, Block, Draft, Head, Masked, MaskedHead
 from growth_steps import STORED, growth_of
 from replays import graph
-from torch.utils._python_dispatch import _disable_current_modes
 
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_plugin.engine.cpu.ops import CPUOps
@@ -31,19 +29,15 @@ from dyntree_plugin.engine.step import rows as row_memory
 from dyntree_plugin.engine.step.catch_up import CatchUp
 from dyntree_plugin.engine.step.draft import Drafter
 from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager
-from dyntree_plugin.engine.step.ops import at_hand
 from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import COLUMNS
-from dyntree_plugin.engine.step.rows import RowMemory, TensorRows
+from dyntree_plugin.engine.step.rows import RowMemory
 from dyntree_plugin.engine.step.source import NodeSource
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.budget.choice import node_buckets
 from dyntree_plugin.tree.drafting import grow
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether this process interprets kernels; this is chosen when triton is imported."""
 
 
 class Drafting:
@@ -55,7 +49,6 @@ class Drafting:
         growth_type: Any,
         *,
         captured: bool,
-        writer: Any = None,
         plan: TreePlan,
         numbers: Sequence[int] = (),
         ranking: Any = None,
@@ -79,7 +72,7 @@ class Drafting:
         self.model: Any = first
         shift = getattr(self.model, "shift", -1 if shape.block else shape.shift)
         self.memory = RowMemory(self.model, plan.most_rows, plan.scratch_slots, shift)
-        self.writer = (writer or ops.row_writer)(self.memory)
+        self.writer = ops.row_writer(self.memory)
         self.source = source = self._source()
         self.texts = Texts()
         states: Any = self.texts
@@ -270,36 +263,6 @@ def makes(monkeypatch: pytest.MonkeyPatch, usual: TreePlan) -> Make:
                 models=[model()] if model else (),
             )
             for captured, ranking in zip((False, True), rankings, strict=True)
-        ]
-
-    return make
-
-
-def makes_by_kernels(monkeypatch: pytest.MonkeyPatch, usual: TreePlan) -> Make:
-    """Return a function that makes two draftings that grow by kernels. One does the rest on
-    tensors, the other by kernels."""
-    if not INTERPRETED:
-        pytest.skip("runs in a process with TRITON_INTERPRET=1")
-    from triton.runtime.interpreter import InterpretedFunction
-
-    from dyntree_kernels.cuda.growth import DeviceGrowth
-    from dyntree_plugin.engine.cuda.ops import CUDAOps
-
-    without_vllm(monkeypatch)
-    stock: Any = InterpretedFunction.run
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        with _disable_current_modes():  # It aliases the arguments' memory.
-            stock(*args, **kwargs)
-
-    monkeypatch.setattr(InterpretedFunction, "run", run)
-    ops = CUDAOps(at_hand)
-
-    def make(plan: TreePlan = usual, model: Any = None) -> list[Drafting]:
-        own: dict[str, Any] = {"plan": plan, "models": [model()] if model else ()}
-        return [
-            Drafting(ops, DeviceGrowth, captured=False, writer=TensorRows, **own),
-            Drafting(ops, DeviceGrowth, captured=True, **own),
         ]
 
     return make

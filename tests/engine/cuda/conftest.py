@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from drafted_steps import Make, makes, makes_by_kernels
+from drafted_steps import Make, makes
 
 
 @pytest.fixture
 def draftings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
     return makes(monkeypatch, request.module.PLAN)
-
-
-@pytest.fixture
-def by_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
-    return makes_by_kernels(monkeypatch, request.module.PLAN)

@@ -1,7 +1,6 @@
 """A block draft grows the same trees in graphs as eagerly.
 
-A graph is replaced by a call that runs again, as in `replays`. If kernels are interpreted, CUDA's
-kernels draft in the graphs and are compared with tensors.
+A graph is replaced by a call that runs again, as in `replays`.
 """
 
 from __future__ import annotations
@@ -11,16 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from draft_model import LONGEST, Block, Draft, Masked, MaskedHead
+from draft_model import Block, Draft, Masked, MaskedHead
 from drafted_steps import (
-    INTERPRETED,
-    Drafting,
     Make,
     differing,
-    makes,
-    packed,
 )
-from interpreted import passes_interpreted
 
 from dyntree_plugin.engine.drafts.block import BlockDraft
 from dyntree_plugin.engine.step.rows import TreeRows
@@ -104,56 +98,3 @@ def test_what_a_block_reads_is_seen(
     made = draftings(model=model)
     change(monkeypatch, made[1].source)  # type: ignore[arg-type]
     assert differing(made) != []
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("model", MODELS)
-def test_interpreted_kernels_grow_the_trees_of_tensors(
-    by_kernels: Make, plan: TreePlan, model: type[Draft]
-) -> None:
-    assert differing(by_kernels(plan=plan, model=model), steps=5) == []
-
-
-@pytest.mark.parametrize("change", [not_received, deeper])
-def test_interpreted_kernels_that_read_other_logits_are_seen(
-    change: Change, by_kernels: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = by_kernels()
-    change(monkeypatch, made[1].source)  # type: ignore[arg-type]
-    assert differing(made, steps=3) != []
-
-
-@torch.inference_mode()
-def _slots_of_filling(made: Drafting, monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Return the slots that a graph for four requests gives the rows of a fourth that is none."""
-    given: list[list[int]] = []
-    stock = made.model.run
-
-    def run(ids: torch.Tensor, positions: torch.Tensor, metadata: Any, slots: Any) -> torch.Tensor:
-        if len(ids) == 4 * 5:
-            given.append(slots[0, 3 * 5 :].tolist())
-        found: torch.Tensor = stock(ids, positions, metadata, slots)
-        return found
-
-    monkeypatch.setattr(made.model, "run", run)
-    made.memory.root_positions[:] = LONGEST // 2
-    player = made.player(packed([2, 0, 5]))
-    player.root()
-    player.finish(0)
-    return {*given[-1]}
-
-
-def test_interpreted_kernels_write_nothing_for_what_only_fills_a_batch_up(
-    by_kernels: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Control: rows by tensors, which know no filling, have slots there."""
-    of_kernels = by_kernels()[1]
-    assert _slots_of_filling(of_kernels, monkeypatch) == {-1}
-    of_tensors = makes(monkeypatch, PLAN)()[1]
-    assert min(_slots_of_filling(of_tensors, monkeypatch)) >= 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this process runs the kernels itself")
-def test_the_kernels_do_what_the_tensors_do() -> None:
-    passes_interpreted(__file__, 12)

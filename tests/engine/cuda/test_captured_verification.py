@@ -1,12 +1,10 @@
 """Verification in a padded batch at fixed addresses equals eager verification, and ignores padding.
 
-CUDA's kernels, in Triton's interpreter, give the results of the CPU's kernels. Batches hold whole
-trees, a cut one, a cleared slot, and complete and incomplete prompts.
+Batches hold whole trees, a cut one, a cleared slot, and complete and incomplete prompts.
 """
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -14,21 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interpreted import passes_interpreted
 from noted_kernels import Kernel
 from replays import rerun
 
 from dyntree_kernels.contracts import Walk
-from dyntree_kernels.cpu.learn import learn as compiled_learning
+from dyntree_kernels.cpu.learn import learn
 from dyntree_kernels.cpu.walk import walk as compiled_walk
-from dyntree_kernels.learning import Learn
 from dyntree_plugin.engine.attention.cpu import PathMover
 from dyntree_plugin.engine.cuda import captured as capturing
 from dyntree_plugin.engine.cuda.captured import CapturedStages
 from dyntree_plugin.engine.cuda.captured_catch_up import StateInputs
-from dyntree_plugin.engine.cuda.graphs import Call, Record, Replay, Tensors
+from dyntree_plugin.engine.cuda.graphs import Record
 from dyntree_plugin.engine.drafts.base import TreeProposals
-from dyntree_plugin.engine.layer_kinds import AcceptedPaths, Keeper, Move
+from dyntree_plugin.engine.layer_kinds import AcceptedPaths, Keeper
 from dyntree_plugin.engine.runner import TreeRunnerMixin
 from dyntree_plugin.engine.step.clock import StageClock
 from dyntree_plugin.engine.step.records import Drafted, Emitted, Step
@@ -42,10 +38,8 @@ from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
 
 NODES, VOCAB, SLOTS, MOST = 6, 2, 9, 8
 PLAN = DynTreeOptions(max_depth=3, budget="adaptive").resolve(NODES)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether this process interprets kernels; this is chosen when triton is imported."""
-EXACT, LEARNED = 1e-13, 2e-3
-"""Largest error of sums in another order: of chances in double precision, and of the estimate."""
+LEARNED = 2e-2
+"""What the estimate has learned at least."""
 IN_USE = [3, 0, 7, 2, 5]
 DRAFTS = [6, 6, 3, 6, 0]
 ROWS = [7, 7, 4, 7, 9]
@@ -54,16 +48,10 @@ CONTEXTS = [20, 30, 25, 40, 0]
 CLEARED = 2
 
 
-def by_kernels(*values: Any) -> Any:
-    """Return parameters of a test, True last, that runs only if kernels are interpreted."""
-    reason = "runs in a process with TRITON_INTERPRET=1"
-    return pytest.param(*values, True, marks=pytest.mark.skipif(not INTERPRETED, reason=reason))
-
-
 class Engine:
     """Inputs and state of a step's verification. They are the same for equal arguments."""
 
-    def __init__(self, requests: int, kernels: bool = False) -> None:
+    def __init__(self, requests: int, walk: Walk = compiled_walk) -> None:
         g = torch.Generator().manual_seed(1)
         self.trees = trees = TreeStore(SLOTS, PLAN, VOCAB, torch.device("cpu"))
         # Every slot has three levels of two siblings, each below the first node of the level above.
@@ -91,8 +79,8 @@ class Engine:
         buffers.seq_lens[:requests] = seq_lens[:requests]
         self.cache = torch.arange(rows + 5).int()
         self.estimate = AcceptanceEstimate("cpu")
-        walk, learn, mover = self.parts(kernels)
         self.committed = torch.full((SLOTS + 1, PLAN.shape.max_depth + 2), -1)
+        mover = PathMover(self.move)
         keepers = [
             Keeper(torch.arange(rows + 5), lambda of, slots: mover(of.path, of.roots, slots)),
             Keeper(torch.arange(MOST) + 100, self.commit),
@@ -115,15 +103,6 @@ class Engine:
         self.packed = packed(requests)
         logits = sum(DRAFTS[:requests]) + requests
         self.sampled = torch.randint(VOCAB, (logits,), generator=g)
-
-    def parts(self, kernels: bool) -> tuple[Walk, Learn, Move]:
-        if not kernels:
-            return compiled_walk, compiled_learning, PathMover(self.move)
-        from dyntree_kernels.cuda.kv_move import KVMover
-        from dyntree_kernels.cuda.learn import learn
-        from dyntree_kernels.cuda.walk import walk
-
-        return walk, learn, KVMover([self.cache.view(-1, 1, 1, 1)])
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         moves = source >= 0
@@ -177,11 +156,9 @@ def packed(requests: int) -> torch.Tensor:
     return Packer()(batch_of(requests), STATES, LONGEST)
 
 
-def same(ours: list[torch.Tensor], others: list[torch.Tensor], kernels: bool = False) -> bool:
-    """Return whether two results of `Engine.verify` are equal. ``kernels`` may round sums."""
-    allowed = [0.0] * 7 + [EXACT, 0.0, 0.0, LEARNED, LEARNED] if kernels else [0.0] * 12
-    pairs = zip(ours, others, allowed, strict=True)
-    return all(torch.allclose(a, b, rtol=off, atol=off) for a, b, off in pairs)
+def same(ours: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Return whether two results of `Engine.verify` are equal."""
+    return all(map(torch.equal, ours, others))
 
 
 def test_the_host_says_where_the_rows_are() -> None:
@@ -258,27 +235,22 @@ def test_learning_waits_for_drafting_and_comes_before_growth(captured: bool) -> 
     assert torch.equal(grown_with[-1], at_once.estimate.weights)
 
 
-@pytest.mark.parametrize(
-    ("requests", "kernels"),
-    [(1, False), (3, False), (5, False), by_kernels(5)],
-)
-def test_a_padded_batch_does_what_the_eager_one_does(requests: int, kernels: bool) -> None:
-    on_cpu = Engine(requests)
-    eager, captured = Engine(requests, kernels), Engine(requests, kernels)
+@pytest.mark.parametrize("requests", [1, 3, 5])
+def test_a_padded_batch_does_what_the_eager_one_does(requests: int) -> None:
+    eager, captured = Engine(requests), Engine(requests)
     captured.capture(rerun)
     for _ in range(2):
-        expected, found = on_cpu.verify(), eager.verify()
-        assert same(found, expected, kernels)
+        found = eager.verify()
         assert same(captured.verify(), found)
-    path, counts, emitted = expected[0], expected[4], expected[5]
+    path, counts, emitted = found[0], found[4], found[5]
     if requests == 5:
         assert (path >= 0).sum(dim=1).tolist()[3:] == [0, 0]
         assert counts.tolist() == [6, 6, 3, 0, 0]
         assert emitted.tolist()[4] == 0
         assert len(path[:3].unique()) > 2
-        assert not torch.equal(on_cpu.cache, torch.arange(len(on_cpu.cache)))
-        learned = on_cpu.estimate.weights - AcceptanceEstimate("cpu").weights
-        assert learned.abs().max() > 10 * LEARNED
+        assert not torch.equal(eager.cache, torch.arange(len(eager.cache)))
+        learned = eager.estimate.weights - AcceptanceEstimate("cpu").weights
+        assert learned.abs().max() > LEARNED
 
 
 def test_drafting_reads_what_verification_wrote() -> None:
@@ -306,27 +278,9 @@ def test_drafting_reads_what_verification_wrote() -> None:
     assert emitted.counts[:3].min() > 0
 
 
-def test_results_lie_in_memory_that_no_other_graph_can_be_given() -> None:
-    results: list[torch.Tensor] = []
-
-    def noted(run: Call) -> tuple[Replay, Tensors]:
-        replay, values = rerun(run)
-        results.extend(values)
-        return replay, values
-
-    engine = Engine(5)
-    engine.capture(noted)
-    captured: Any = engine.graphs._verification
-    own = {each.untyped_storage().data_ptr() for each in captured._room}
-    assert {each.untyped_storage().data_ptr() for each in results} == own
-
-
-@pytest.mark.parametrize("kernels", [False, by_kernels()])
-def test_padding_that_is_taken_for_a_request_is_seen(
-    kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_that_is_taken_for_a_request_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capturing, "PADDING", 0)
-    eager, captured = Engine(3, kernels), Engine(3, kernels)
+    eager, captured = Engine(3), Engine(3)
     captured.capture(rerun)
     # The first step forgets nothing, because the estimate begins at its prior.
     for engine in (eager, captured):
@@ -334,9 +288,8 @@ def test_padding_that_is_taken_for_a_request_is_seen(
     assert not same(captured.verify(), eager.verify())
 
 
-@pytest.mark.parametrize("kernels", [False, by_kernels()])
-def test_what_the_capture_ran_leaves_nothing_behind(kernels: bool) -> None:
-    engine = Engine(5, kernels)
+def test_what_the_capture_ran_leaves_nothing_behind() -> None:
+    engine = Engine(5)
     cache, weights = engine.cache.clone(), engine.estimate.weights.clone()
     information = engine.estimate.information.clone()
     engine.capture(rerun)
@@ -345,14 +298,13 @@ def test_what_the_capture_ran_leaves_nothing_behind(kernels: bool) -> None:
     assert torch.equal(engine.estimate.information, information)
 
 
-@pytest.mark.parametrize("kernels", [False, by_kernels()])
-def test_drafts_that_a_grammar_forbids_are_verified_eagerly(kernels: bool) -> None:
-    eager, captured = Engine(2), Engine(2, kernels)
+def test_drafts_that_a_grammar_forbids_are_verified_eagerly() -> None:
+    eager, captured = Engine(2), Engine(2)
     captured.capture(rerun)
     invalid = torch.zeros(14, dtype=torch.bool)
     invalid[1:3] = True
     forbidden = captured.verify(invalid)
-    assert same(forbidden, eager.verify(invalid), kernels)
+    assert same(forbidden, eager.verify(invalid))
     assert forbidden[0][0].tolist() == [-1, -1, -1]
     assert captured.verify()[0][0, 0] >= 0
 
@@ -361,7 +313,7 @@ def test_no_grammar_compiles_a_kernel_while_serving(monkeypatch: pytest.MonkeyPa
     walking = pytest.importorskip("dyntree_kernels.cuda.walk", reason="Triton is not installed")
     noted = Kernel()
     monkeypatch.setattr(walking, "_walk", noted)
-    engines = [Engine(requests, kernels=True) for requests in range(1, 6)]
+    engines = [Engine(requests, walking.walk) for requests in range(1, 6)]
     # Control: vLLM's own rehearsal has trees without a grammar alone.
     engines[0].walk(None)
     plain = {*noted.compiled}
@@ -373,13 +325,7 @@ def test_no_grammar_compiles_a_kernel_while_serving(monkeypatch: pytest.MonkeyPa
     assert noted.compiled == rehearsed
 
 
-@pytest.mark.parametrize("kernels", [False, by_kernels()])
-def test_a_rehearsed_grammar_leaves_nothing_behind(kernels: bool) -> None:
-    engine, fresh = Engine(5, kernels), Engine(5, kernels)
+def test_a_rehearsed_grammar_leaves_nothing_behind() -> None:
+    engine, fresh = Engine(5), Engine(5)
     engine.verifier.rehearse()
     assert same(engine.verify(), fresh.verify())
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this process runs the kernels itself")
-def test_the_kernels_do_what_those_of_the_cpu_do() -> None:
-    passes_interpreted(__file__, 6, "True or True-")

@@ -1,7 +1,6 @@
 """Drafting in graphs of single forwards grows the trees of eager drafting with as many forwards.
 
-A graph is replaced by a call that runs again, as in `replays`. If kernels are interpreted, CUDA's
-kernels draft in the graphs and are compared with tensors.
+A graph is replaced by a call that runs again, as in `replays`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import pytest
 import torch
 from draft_model import MOST, VOCAB
 from drafted_steps import (
-    INTERPRETED,
     NO_BATCH,
     NO_STATES,
     Make,
@@ -22,7 +20,6 @@ from drafted_steps import (
     packed,
     step,
 )
-from interpreted import passes_interpreted
 
 from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, GrowthSettings
 from dyntree_kernels.cpu.growth import CompiledGrowth
@@ -62,48 +59,6 @@ def test_a_look_up_in_texts_that_are_captured_with_is_seen(draftings: Make) -> N
     made = draftings(plan=OF_LOOK_UP)
     made[1].texts.all_token_ids.gpu = made[1].texts.all_token_ids.gpu.flip(1).contiguous()
     assert differing(made) != []
-
-
-@pytest.mark.parametrize("plan", [PLAN, OF_BOTH, OF_LOOK_UP])
-def test_interpreted_kernels_grow_the_trees_of_tensors(by_kernels: Make, plan: TreePlan) -> None:
-    made = by_kernels(plan=plan)
-    assert differing(made, steps=5) == []
-    trees, chains = made[0].trees, torch.arange(MOST) == 3
-    assert trees.counts[:MOST][~chains].min() > 0
-    real = torch.arange(plan.shape.node_budget) < trees.counts[:MOST, None]
-    kinds = {*trees.kinds[:MOST][real].tolist()}
-    assert kinds >= ({DRAFT} if plan is PLAN else {BOTH} if plan is OF_BOTH else {LOOK_UP})
-
-
-def test_interpreted_tries_of_other_texts_are_seen(by_kernels: Make) -> None:
-    """Control of the test above."""
-    made = by_kernels(plan=OF_LOOK_UP)
-    made[1].texts.all_token_ids.gpu.copy_(made[1].texts.all_token_ids.gpu.flip(1))
-    assert differing(made, steps=3) != []
-
-
-@pytest.mark.parametrize("name", ["chain", "begin"])
-def test_interpreted_kernels_whose_slots_are_off_are_seen(
-    name: str, by_kernels: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = by_kernels()
-    writer: Any = made[1].writer
-    stock = getattr(writer, name)
-    tables = writer._tables
-
-    def elsewhere(*args: Any) -> Any:
-        writer._tables = tables._replace(sizes=tables.sizes + 1)
-        found = stock(*args)
-        writer._tables = tables
-        return found
-
-    monkeypatch.setattr(writer, name, elsewhere)
-    assert differing(made, steps=3) != []
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this process runs the kernels itself")
-def test_the_kernels_do_what_the_tensors_do() -> None:
-    passes_interpreted(__file__, 6)
 
 
 def test_trees_of_other_numbers_of_forwards_differ(

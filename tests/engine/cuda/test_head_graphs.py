@@ -1,7 +1,6 @@
 """A head drafts the same trees in graphs as eagerly: hidden states pass from one to the next.
 
-A graph is replaced by a call that runs again, as in `replays`. If kernels are interpreted, CUDA's
-kernels draft in the graphs and are compared with tensors.
+A graph is replaced by a call that runs again, as in `replays`.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ import pytest
 import torch
 from draft_model import HIDDEN, MOST
 from drafted_steps import (
-    INTERPRETED,
     NO_BATCH,
     Drafting,
     Make,
     differing,
 )
-from interpreted import passes_interpreted
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP
@@ -194,45 +191,3 @@ def test_other_states_are_seen(
     made = draftings()
     change(monkeypatch, made[1].source)  # type: ignore[arg-type]
     assert differing(made) != []
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_interpreted_kernels_grow_the_trees_of_tensors(by_kernels: Make, plan: TreePlan) -> None:
-    made = by_kernels(plan=plan)
-    spoil_states_before_every_step(made[1])
-    assert differing(made, steps=5) == []
-    trees = made[0].trees
-    real = torch.arange(plan.shape.node_budget) < trees.counts[:MOST, None]
-    kinds = {*trees.kinds[:MOST][real].tolist()}
-    assert kinds >= ({DRAFT} if plan is PLAN else {BOTH})
-
-
-@pytest.mark.parametrize("change", [not_received, of_the_root])
-def test_interpreted_kernels_that_read_other_states_are_seen(
-    change: Change, by_kernels: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = by_kernels()
-    change(monkeypatch, made[1].source)  # type: ignore[arg-type]
-    assert differing(made, steps=3) != []
-
-
-@pytest.mark.parametrize("name", ["chain", "begin"])
-def test_interpreted_kernels_without_a_shift_are_seen(name: str, by_kernels: Make) -> None:
-    made = by_kernels()
-    writer: Any = made[1].writer
-    stock = getattr(writer, name)
-
-    def elsewhere(*args: Any) -> Any:
-        made[1].memory.shift = 0
-        found = stock(*args)
-        made[1].memory.shift = -1
-        return found
-
-    setattr(writer, name, elsewhere)
-    assert differing(made, steps=3) != []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this process runs the kernels itself")
-def test_the_kernels_do_what_the_tensors_do() -> None:
-    passes_interpreted(__file__, 6)

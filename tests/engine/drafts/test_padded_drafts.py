@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from draft_model import HIDDEN, VOCAB, Draft
-from drafted_steps import INTERPRETED, Drafting, differing, without_vllm
-from interpreted import passes_interpreted
+from drafted_steps import Drafting, differing, without_vllm
 
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_plugin.engine.cpu.ops import CPUOps
@@ -72,8 +71,8 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     without_vllm(monkeypatch)
 
 
-def made(growth: Any, plan: TreePlan, *models: Draft, ops: Any = None) -> Drafting:
-    return Drafting(ops or CPUOps(), growth, captured=False, plan=plan, models=models)
+def made(growth: Any, plan: TreePlan, *models: Draft) -> Drafting:
+    return Drafting(CPUOps(), growth, captured=False, plan=plan, models=models)
 
 
 @pytest.mark.parametrize(("growth", "plan"), [*GROWTHS, (None, DRAWN)])
@@ -107,23 +106,3 @@ def test_without_the_clamp_a_narrow_draft_reads_beyond_its_embedding(
     monkeypatch.setattr(draft_model, "readable", lambda ids, *_: ids)
     with pytest.raises(IndexError):
         differing([made(CompiledGrowth, PLAN, Narrow()) for _ in range(2)])
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
-@pytest.mark.parametrize("plan", [PLAN, OF_BOTH])
-@pytest.mark.parametrize("other", [(Padded, Draft), (Narrow, Unlikely)])
-def test_interpreted_kernels_do_as_well(
-    other: tuple[type[Draft], type[Draft]], plan: TreePlan
-) -> None:
-    from dyntree_kernels.cuda.growth import DeviceGrowth
-    from dyntree_plugin.engine.cuda.ops import CUDAOps
-    from dyntree_plugin.engine.step.ops import at_hand
-
-    pair = [made(DeviceGrowth, plan, model(), ops=CUDAOps(at_hand)) for model in other]
-    assert differing(pair, steps=5) == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="starts the process in which kernels are interpreted")
-def test_in_a_process_of_its_own() -> None:
-    passes_interpreted(__file__, 4)
