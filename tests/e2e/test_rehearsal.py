@@ -39,6 +39,7 @@ RUNS = {
     "greedy, three at a time": Run([workload.ask(n, "greedy") for n in range(3)]),
     "together": Run(TOGETHER),
 }
+CHAIN = workload.with_options(3)["speculative_config"]
 ENGINES = {
     "trees": workload.with_options(),
     "bfloat16": workload.with_options() | {"dtype": "bfloat16"},
@@ -47,6 +48,7 @@ ENGINES = {
     "drawn chains": workload.tree(8, exactness="distribution"),
     "one request": workload.tree() | {"max_num_seqs": 1},
     "without trees": workload.without_tree(),
+    "vLLM's chain": workload.without_tree(speculative_config=CHAIN),
 }
 
 
