@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +45,9 @@ def main(
     rounds: Annotated[
         int, typer.Option(help="Times that every prompt is asked, with other seeds.", min=1)
     ] = 2,
+    minutes: Annotated[
+        float, typer.Option(help="Time to serve. Parts that would begin later are left out.", min=1)
+    ] = math.inf,
     output: Annotated[Path | None, typer.Option(help="Result file to write.")] = None,
 ) -> None:
     """Compare answers of published models with and without trees, and print a table.
@@ -58,7 +63,7 @@ def main(
         folders = [fetched(MODELS[name]) for name in names]
     for folder in folders:
         for dtype in dtypes:
-            found, greedy, minutes = _compared(folder, dtype, rounds)
+            found, greedy, served = _compared(folder, dtype, rounds, began + 60 * minutes)
             which = {"model": folder.name, "dtype": dtype}
             series += [
                 {**which, "kind": kind, "temperature": temperature, **asdict(count)}
@@ -68,8 +73,7 @@ def main(
             notes.append(
                 f"{folder.name}, {dtype}: of {greedy.tokens:,} greedy tokens without trees, "
                 f"{greedy.other} do not have the best score of transformers in fp32; they are at "
-                f"most {greedy.largest:.1g} logits behind. Serving took {minutes[0]:.0f} minutes "
-                f"without trees, and {minutes[1]:.0f} with them."
+                f"most {greedy.largest:.1g} logits behind. {served}"
             )
     held = max(resource.getrusage(who).ru_maxrss for who in (0, resource.RUSAGE_CHILDREN)) / 2**20
     minutes_in_all = (time.monotonic() - began) / 60
@@ -90,15 +94,16 @@ def main(
 
 
 def _compared(
-    folder: Path, dtype: str, rounds: int
-) -> tuple[dict[tuple[str, float], judge.Count], judge.Greedy, list[float]]:
-    """Serve what the journal lacks, and judge all of it; the last is each engine's minutes."""
+    folder: Path, dtype: str, rounds: int, end: float
+) -> tuple[dict[tuple[str, float], judge.Count], judge.Greedy, str]:
+    """Serve what the journal lacks, and judge all of it; the last says how long it took."""
     parts = prompts.parts(prompts.read(), tokenizer_of(str(folder)), rounds)
     longest = max(len(request.prompt) for part in parts for request in part.load.requests)
     pair = answers.engines(folder, dtype, longest)
     journal = answers.Journal(cache() / "answers", pair, parts)
     left = [part for part in parts if part.name not in journal.found]
-    for number, answered in enumerate(answers.serve(pair, left), len(parts) - len(left) + 1):
+    in_time = takewhile(lambda _: time.monotonic() < end, left)
+    for number, answered in enumerate(answers.serve(pair, in_time), len(parts) - len(left) + 1):
         journal.add(answered)
         print(  # noqa: T201
             f"{folder.name}, {dtype}: {number} of {len(parts)} parts ({answered.part}): "
@@ -107,10 +112,15 @@ def _compared(
             flush=True,
         )
     reference = judge.Reference(folder)
-    found = judge.counts(parts, journal.found, reference, dtype)
-    compared = judge.against_transformers(parts, journal.found, reference)
-    served = [journal.found[part.name].seconds for part in parts]
-    return found, compared, [sum(each) / 60 for each in zip(*served, strict=True)]
+    known = [part for part in parts if part.name in journal.found]
+    seconds = [journal.found[part.name].seconds for part in known]
+    plain, trees = (sum(each[side] for each in seconds) / 60 for side in (0, 1))
+    return (
+        judge.counts(known, journal.found, reference, dtype),
+        judge.against_transformers(known, journal.found, reference),
+        f"Serving {len(known)} of {len(parts)} parts took {plain:.0f} minutes without trees, and "
+        f"{trees:.0f} with them.",
+    )
 
 
 if __name__ == "__main__":
