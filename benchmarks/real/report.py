@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dyntree_plugin.commands.bench.table import NONE
+
 Entry = Mapping[str, Any]
 """A count of `judge`, with its model, type, kind and temperature."""
 
@@ -36,5 +38,5 @@ def _row(name: str, kind: str, found: Sequence[Entry], temperatures: Sequence[fl
     for temperature in temperatures:
         at = [each for each in found if each["temperature"] == temperature]
         emitted, steps = (sum(each[column] for each in at) for column in ("later", "steps"))
-        cells.append(f"{emitted / max(steps, 1):.2f}")
+        cells.append(f"{emitted / steps:.2f}" if steps else NONE)
     return f"| {' | '.join(cells)} |"

@@ -173,6 +173,6 @@ def test_the_table_sums_the_kinds_of_a_model() -> None:
     zero = asdict(judge.Count()) | {"model": "M", "dtype": "float32", "temperature": 0.0}
     of_chat = {"kind": "chat", "answers": 2, "tokens": 8, "ties": 1, "later": 6, "steps": 4}
     of_code = {"kind": "code", "answers": 1, "tokens": 4, "other": 1, "later": 3, "steps": 1}
-    lines = report.table([zero | of_chat, zero | of_code]).split("\n")
-    assert lines[2] == "| M, float32 | chat | 2 | 8 | 1 | 1 | 1.50 |"
-    assert lines[-1] == "| M, float32 | all | 3 | 12 | 2 | 1 | 1.80 |"
+    lines = report.table([zero | of_chat, zero | of_code | {"temperature": 1.0}]).split("\n")
+    assert lines[2] == "| M, float32 | chat | 2 | 8 | 1 | 1 | 1.50 | – |"
+    assert lines[-1] == "| M, float32 | all | 3 | 12 | 2 | 1 | 1.50 | 3.00 |"
