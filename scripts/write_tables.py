@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.real import report
 from dyntree_plugin.commands.bench import table
 from dyntree_plugin.commands.bench.results import Result, read
 from dyntree_plugin.commands.bench.summary import Row, rows
@@ -353,6 +354,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens_offload": lambda: _tokens_per_step("tokens-offload"),
     "serve_look_up": lambda: _speed("serve-llama-1b-look-up"),
     "serve_recurrent": lambda: _speed("serve-granite-h-1b"),
+    "real": lambda: report.table(json.loads((RESULTS / "real-cpu.json").read_text())["series"]),
 }
 
 
