@@ -34,7 +34,7 @@ def assumed_if(asked: bool) -> Iterator[None]:
 
     with (
         mock.patch.object(runner, "RowCost", assume),
-        mock.patch.object(RowCost, "observe"),
+        mock.patch.object(RowCost, "observe", return_value=1.0),
         mock.patch.object(by_tree, "followed", lambda seconds, _: seconds),
     ):
         yield

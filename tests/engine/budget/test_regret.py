@@ -161,7 +161,7 @@ def test_what_was_never_tried_stays_too_dear(monkeypatch: pytest.MonkeyPatch) ->
     """Control: without trying, and with costs that do not move."""
     world = World(flat, 0.0005, 4, 400)
     monkeypatch.setattr(TreeBudget, "_tries", False)
-    monkeypatch.setattr(RowCost, "observe", lambda *_: None)
+    monkeypatch.setattr(RowCost, "observe", lambda *_: 1.0)
     assert of_best(world, dear_from_9, monkeypatch)[1] < 0.95
 
 
