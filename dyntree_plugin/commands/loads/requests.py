@@ -33,8 +33,7 @@ ALLOWED = (
     "top_k",
     "top_p",
 )
-"""Parameters of a request. vLLM's chains refuse ``min_p`` and
-``logit_bias``."""
+"""Parameters of a request. vLLM's chains refuse ``min_p`` and ``logit_bias``."""
 
 _SHOWN_CHARACTERS = 32
 
