@@ -31,6 +31,7 @@ from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats  # noqa:
 from dyntree_plugin.engine.telemetry.step_record import StepRecord, StepTimes  # noqa: E402
 from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.budget.plain_steps import FIRST_STEPS, PlainSteps, StepCosts  # noqa: E402
+from dyntree_plugin.tree.budget.row_cost import StepSeconds  # noqa: E402
 
 PLAN = DynTreeOptions().resolve(16)
 SHAPE = PLAN.shape
@@ -81,7 +82,9 @@ class Step:
         record = StepRecord(self.plain)
         record.sampled(self.batch, self.found, PLAN, True, SHAPE.max_depth - 1)
         record.send(at_hand)
-        record.ended(SHAPE.max_depth, Measured(dict.fromkeys(STAGES, 0.002)), (0.006, 0.012))
+        record.ended(
+            SHAPE.max_depth, Measured(dict.fromkeys(STAGES, 0.002)), StepSeconds(0.006, 0.012)
+        )
         return StepTimes().complete(record)
 
     def add_up(self, counts: WorkerCounts) -> TreeSpecDecodingStats:

@@ -52,7 +52,7 @@ from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.engine.step.verify import TreeVerifier
 from dyntree_plugin.engine.telemetry.step_record import CountedOutput, StepRecord, StepTimes
 from dyntree_plugin.tree.budget.plain_steps import PlainSteps
-from dyntree_plugin.tree.budget.row_cost import RowCost
+from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.source import TrieSource
 from dyntree_plugin.tree.value import AcceptanceEstimate
@@ -309,10 +309,10 @@ class TreeRunnerMixin(TreeStage):
         """Hand the drafts of the last steps to the scheduler."""
         return self.recent_drafts.take()
 
-    def step_ended(self, batch: InputBatch, times: StageTimes) -> tuple[float, float] | None:
+    def step_ended(self, batch: InputBatch, times: StageTimes) -> StepSeconds | None:
         """Learn from a step; ``times`` may not be known yet.
 
-        Return its seconds as they were expected, and as they are; None if nothing was expected.
+        Return its seconds; None if nothing was expected of it.
         """
         return None
 

@@ -132,7 +132,7 @@ class TreeCounting(Scheduler):
             if counts.row_cost is not None:
                 self._buckets.measured(counts.row_cost, counts.fewest_forwards)
             rows = scheduler_output.total_num_scheduled_tokens
-            counts.expected = self._buckets.observe(counts, rows)
+            counts.budgeted = self._buckets.observe(counts, rows)
         self._take_counts(counts, model_runner_output.req_id_to_index, grammar_seconds)
         return super().update_from_output(scheduler_output, model_runner_output)
 

@@ -32,9 +32,6 @@ step or in the context."""
 TREE, PLAIN = "tree", "plain"
 """The two parts of the estimated speed: steps with trees, and plain steps for the same tokens."""
 
-EXPECTED, MEASURED = "expected", "measured"
-"""The seconds of a step as the adaptive budget expected them, and as they were."""
-
 TARGET, DRAFT = "target", "draft"
 """The models whose weights vLLM can replace while it serves."""
 

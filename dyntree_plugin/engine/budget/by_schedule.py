@@ -8,7 +8,7 @@ import numpy as np
 
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
 from dyntree_plugin.tree.budget.choice import DraftingChoice, best_drafting, node_buckets
-from dyntree_plugin.tree.budget.row_cost import RowCost
+from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds
 from dyntree_plugin.tree.budget.worth import FIRST_TREES, ForwardSeconds, TreeWorth
 
 FORWARDS = "dyntree_forwards"
@@ -75,10 +75,10 @@ class NodeBuckets:
         """Use the costs that were measured at start-up, and the fewest forwards of a step."""
         self._cost, self._fewest = cost, fewest_forwards
 
-    def observe(self, counts: WorkerCounts, rows: int) -> tuple[float, float] | None:
+    def observe(self, counts: WorkerCounts, rows: int) -> StepSeconds | None:
         """Learn from the output of a step of ``rows``.
 
-        Return its seconds as they were expected, and as they are; None if nothing was expected.
+        Return its seconds; None if nothing was expected of it.
         """
         now, before = time.perf_counter(), self._came
         if counts.replaced:  # The worth of trees is another with other weights.
@@ -103,4 +103,5 @@ class NodeBuckets:
         if self._synchronous:
             forwards = counts.draft_forwards
         spent = max(now - before - forward * forwards, 1e-6)
-        return self._cost.observe(rows, spent, self._context) + forward * forwards, now - before
+        expected = self._cost.observe(rows, spent, self._context) + forward * forwards
+        return StepSeconds(expected, now - before)

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from dyntree_plugin.engine.step.clock import DRAFTING
 from dyntree_plugin.tree.budget.chains import ChainLimits, expected_tokens
 from dyntree_plugin.tree.budget.choice import best_cut, frontier_gain
-from dyntree_plugin.tree.budget.row_cost import RowCost, followed
+from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds, followed
 from dyntree_plugin.tree.budget.worth import ForwardSeconds, ForwardShares
 
 STEP = 0.1
@@ -175,10 +175,10 @@ class TreeBudget:
 
     def observe(
         self, batch: InputBatch, forwards: int, stage_seconds: dict[str, float]
-    ) -> tuple[float, float] | None:
+    ) -> StepSeconds | None:
         """Learn from a step with ``forwards`` of the draft, if all of its requests decoded.
 
-        Return its seconds as they were expected, and as they are; None if nothing was expected.
+        Return its seconds; None if nothing was expected of it.
         """
         requests = slice(batch.num_reqs)
         computed = batch.num_computed_tokens_np[requests] + batch.num_scheduled_tokens[requests]
@@ -196,7 +196,9 @@ class TreeBudget:
         self._forwards = max(forwards, 1)
         forward = self._forward_seconds.of(batch.num_reqs)
         self._forward_seconds.observe(batch.num_reqs, self._forwards, drafting)
-        return None if forward is None else (expected + self._forwards * forward, total)
+        if forward is None:
+            return None
+        return StepSeconds(expected + self._forwards * forward, total)
 
     def _observe_pace(self, total: float) -> None:
         """Learn the time outside of all stages; ``total``: seconds of the step's stages.

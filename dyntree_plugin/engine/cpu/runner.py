@@ -29,7 +29,7 @@ from dyntree_plugin.engine.grammar.drafted import DraftGrammars
 from dyntree_plugin.engine.runner import TreeRunnerMixin
 from dyntree_plugin.engine.step.clock import StageTimes
 from dyntree_plugin.engine.step.ops import TreeOps
-from dyntree_plugin.tree.budget.row_cost import RowCost
+from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds
 from dyntree_plugin.tree.token_tree import NO_VALUE
 from vllm_cpu_runner.long_lists import lift_limits
 
@@ -78,7 +78,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         else:
             self._budget.measured(cost)
 
-    def step_ended(self, batch: InputBatch, times: StageTimes) -> tuple[float, float] | None:
+    def step_ended(self, batch: InputBatch, times: StageTimes) -> StepSeconds | None:
         if self._budget is None or self._plain_steps is None:
             return None
         return self._budget.observe(batch, self.step.drafted.forwards, times.seconds())

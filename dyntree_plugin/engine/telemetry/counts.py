@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from dyntree_plugin.tree.budget.row_cost import RowCost
+    from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds
 
 ATTRIBUTE = "dyntree"
 """Attribute of a ModelRunnerOutput with the worker's counts."""
@@ -25,8 +25,7 @@ class WorkerCounts:
     ``stage_seconds``: seconds by stage of the steps that the device has finished since the last
     counts. ``compared``: for each of these steps, in order, its seconds, and the target's without
     trees for one token of one request; both 0 if there is no estimate, or not every request
-    decoded. ``expected``: seconds of this step as the adaptive budget expected them, and as they
-    were; None if it expected nothing.
+    decoded. ``budgeted``: seconds of this step; None if no adaptive budget expected any.
 
     The scheduler chooses an adaptive budget from the rest. ``worth``: `worth_by_forwards` of the
     decoding requests' trees for each of `node_buckets`. ``growth_forwards``: draft forwards after
@@ -45,7 +44,7 @@ class WorkerCounts:
     node_budget: int = 0
     stage_seconds: dict[str, float] = field(default_factory=dict)
     compared: list[tuple[float, float]] = field(default_factory=list)
-    expected: tuple[float, float] | None = None
+    budgeted: StepSeconds | None = None
     worth: list[list[float]] = field(default_factory=list)
     growth_forwards: int | None = None
     ended_early: bool = False

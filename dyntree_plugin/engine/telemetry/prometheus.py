@@ -15,9 +15,7 @@ from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats
 from dyntree_plugin.metrics.names import (
     CONFIG_LABELS,
     DRAFT,
-    EXPECTED,
     FALLBACK_REASONS,
-    MEASURED,
     METRICS,
     PLAIN,
     PRUNE_REASONS,
@@ -25,6 +23,7 @@ from dyntree_plugin.metrics.names import (
     TREE,
     Metric,
 )
+from dyntree_plugin.tree.budget.row_cost import StepSeconds
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.step import SOURCES
 
@@ -127,6 +126,6 @@ def _label_values(metric: Metric, plan: TreePlan) -> list[tuple[object, ...]]:
         "model": (TARGET, DRAFT),
         "stage": STAGES,
         "decoding": (TREE, PLAIN),
-        "time": (EXPECTED, MEASURED),
+        "time": StepSeconds._fields,
     }
     return [(value,) for value in values[label]]

@@ -12,7 +12,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from dyntree_kernels.contracts import KINDS, report_places
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
 from dyntree_plugin.engine.telemetry.sources import by_source
-from dyntree_plugin.metrics.names import BUDGET, EXPECTED, MEASURED, PLAIN, SCHEDULER, TREE
+from dyntree_plugin.metrics.names import BUDGET, PLAIN, SCHEDULER, TREE
 from dyntree_plugin.tree.step import SOURCES
 
 
@@ -67,7 +67,7 @@ class TreeSpecDecodingStats(SpecDecodingStats):
             node_budget=counts.node_budget,
             stage_seconds=counts.stage_seconds,
             grammar_seconds=[*grammar_seconds],
-            budgeted=dict(zip((EXPECTED, MEASURED), counts.expected or (), strict=False)),
+            budgeted={} if counts.budgeted is None else counts.budgeted._asdict(),
         )
 
     def observe_trees(self, counts: WorkerCounts, accepted: Mapping[int, int]) -> None:

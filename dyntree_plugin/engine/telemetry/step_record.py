@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from dyntree_plugin.tree.budget.plain_steps import PlainSteps
-    from dyntree_plugin.tree.budget.row_cost import RowCost
+    from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds
     from dyntree_plugin.tree.plan import TreePlan
 
 MOST_SAMPLED = 8
@@ -94,11 +94,11 @@ class StepRecord:
         self,
         draft_forwards: int,
         times: StageTimes,
-        expected: tuple[float, float] | None = None,
+        budgeted: StepSeconds | None = None,
     ) -> None:
-        """Record the step's drafting; ``expected``: as in WorkerCounts."""
+        """Record the step's drafting; ``budgeted``: as in WorkerCounts."""
         self._counts.draft_forwards, self.times = draft_forwards, times
-        self._counts.expected = expected
+        self._counts.budgeted = budgeted
 
     def counts(self) -> WorkerCounts:
         """Return the counts, without times; waits for the copy that `send` began."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,13 @@ OUTLIER = 3.0
 estimate little, and one of rows that nobody knows moves it far."""
 FINE = 1.08
 """Ratio of the numbers of rows between which the correction is constant, from 13 rows on."""
+
+
+class StepSeconds(NamedTuple):
+    """The seconds of a step as an adaptive budget ``expected`` them, and as ``measured``."""
+
+    expected: float
+    measured: float
 
 
 class RowCost:

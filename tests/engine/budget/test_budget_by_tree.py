@@ -198,14 +198,20 @@ def test_the_runner_offers_the_scheduler_the_nodes_that_pay(of_trees: bool, offe
     runner.step = Step(drafted=Drafted(None, 2, 1))
     runner._plain_steps = SimpleNamespace()  # type: ignore[assignment]  # costs were measured
     runner.take_row_cost(RowCost((1, 9), STEEP, 40))
-    times = Measured({"target": 0.125, "draft": 1e-3})
-    runner.step_ended(batch(6), times)
-    expected = runner.step_ended(batch(6), times)
-    assert expected == (pytest.approx((0.126, 0.126), rel=0.05) if of_trees else None)
+    runner.step_ended(batch(6), Measured({"target": 0.125, "draft": 1e-3}))
     found = runner.take_draft_token_ids()
     assert found is not None
     assert found.draft_token_ids == [list(range(offered))]
     assert int(runner.trees.admitted[1]) == offered
+
+
+def test_a_step_is_expected_to_take_what_its_rows_and_forwards_took() -> None:
+    found = budget()
+    times = {"target": 0.125, "draft": 0.05}
+    for forwards in (4, 4, 2):
+        seconds = found.observe(batch(6), forwards, times)
+    # A forward took a quarter of 0.05 s, and the steps of as many rows 0.125 s.
+    assert seconds == (pytest.approx(0.15, rel=0.02), pytest.approx(0.175))
 
 
 def pays_after(found: TreeBudget, *frontiers: float) -> list[bool]:

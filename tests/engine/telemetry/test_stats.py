@@ -18,6 +18,7 @@ from dyntree_plugin.engine.patches import carry_tree_stats
 from dyntree_plugin.engine.scheduler import TreeCounting
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
 from dyntree_plugin.engine.telemetry.stats import DeliveredMetrics, TreeSpecDecodingStats
+from dyntree_plugin.tree.budget.row_cost import StepSeconds
 
 
 def worker_counts(
@@ -175,7 +176,7 @@ def test_the_seconds_of_a_step_that_come_later_are_those_of_its_own_tokens() -> 
     scheduler = Counting()
     first = scheduler.step(worker_counts([5, 3], [3, 3], [0, 0]), {"a": 3, "b": 1})
     late = [(0.0, 0.0), (0.5, 0.25)]
-    counts = worker_counts([5, 3], [3, 3], [0, 0], compared=late, expected=(0.25, 0.5))
+    counts = worker_counts([5, 3], [3, 3], [0, 0], compared=late, budgeted=StepSeconds(0.25, 0.5))
     second = scheduler.step(counts, {"a": 0, "b": 1})
     assert first.compared == first.budgeted == {}
     assert second.compared == {"tree": 0.5, "plain": 0.25 * 3}
