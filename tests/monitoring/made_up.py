@@ -17,6 +17,7 @@ from prometheus_client.core import (
 
 from dyntree_plugin.engine.step.clock import STAGES
 from dyntree_plugin.metrics import names
+from dyntree_plugin.tree.budget.row_cost import StepSeconds
 from dyntree_plugin.tree.step import SOURCES
 
 DEPTHS = 16
@@ -53,6 +54,7 @@ def label_values(metric: names.Metric) -> Sequence[tuple[str, ...]]:
         "source": SOURCES,
         "stage": STAGES,
         "decoding": (names.TREE, names.PLAIN),
+        "time": StepSeconds._fields,
         "model": (names.TARGET, names.DRAFT),
     }
     return [(str(value),) for value in values[label]]
