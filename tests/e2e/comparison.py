@@ -1,17 +1,15 @@
-"""Compare the outputs of two engines, and say how close two differing tokens were."""
+"""Compare the outputs of two engines, and say where they differ."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-from engine_process import Output, Request, Result, Run, serve
-from workload import without_tree
-
-from dyntree_kernels.cpu.gumbel import gumbel_noise
+from engine_process import Output, Request, Result, Run
 
 Outputs = Mapping[str, Output]
 """Outputs by request key."""
+TOLERANCE = 1e-4
+"""Largest accepted difference of a logprob."""
 
 
 def by_request(run: Run, result: Result) -> Outputs:
@@ -48,63 +46,59 @@ def accepted_per_step(result: Result) -> float:
 
 
 def explain(found: list[tuple[Request, Output, Output]], most: int = 6) -> str:
-    """Describe each difference: the first token that differs, and the margin between the two
-    tokens."""
-    shown = [difference for difference in found[:most] if _first_difference(*difference[1:])]
-    margins = _margins(shown) if shown else {}
+    """Describe where outputs differ."""
     lines = [f"{len(found)} outputs differ:"]
     for request, output, plain in found[:most]:
-        at = _first_difference(output, plain)
         lines.append(f"- {request.params}, prompt of {len(output.prompt)} tokens")
-        if at is None:
-            lines.append(f"  {output.texts, output.reasons} != {plain.texts, plain.reasons}")
-            continue
-        sequence, index = at
-        got, wanted = output.tokens[sequence], plain.tokens[sequence]
-        lines.append(f"  token {index}: {got[index:][:6]} != {wanted[index:][:6]}")
-        lines.append(f"  {margins[request.key]}")
+        lines.append(f"  {difference(output, plain)}")
     return "\n".join(lines)
 
 
-def _first_difference(first: Output, second: Output) -> tuple[int, int] | None:
-    """Return sequence and index of the first token that differs. None if there is no such token:
-    all tokens are equal, or one output is longer."""
-    for sequence, pair in enumerate(zip(first.tokens, second.tokens, strict=True)):
-        for index, (a, b) in enumerate(zip(*pair, strict=False)):
-            if a != b:
-                return sequence, index
-    return None
+def difference(own: Output, wanted: Output, aborted: bool = False) -> str:
+    """Describe how an output and its logprobs differ from those that are ``wanted``; empty if they
+    do not. An ``aborted`` output is a beginning."""
+    if own.prompt != wanted.prompt:
+        return "other prompts"
+    if not aborted and own.reasons != wanted.reasons:
+        return f"reasons {own.reasons} != {wanted.reasons}; {_at(own, wanted)}"
+    if not aborted and own.texts != wanted.texts:
+        return f"texts {own.texts} != {wanted.texts}; {_at(own, wanted)}"
+    for sequence, tokens in enumerate(own.tokens):
+        expected = wanted.tokens[sequence]
+        if tokens != (expected[: len(tokens)] if aborted else expected):
+            return _at(own, wanted)
+    return _logprobs(own, wanted, aborted)
 
 
-def _margins(differences: list[tuple[Request, Output, Output]]) -> dict[str, str]:
-    """Return, by request key, the model's scores of both tokens, with the sampler's noise if it is
-    known."""
-    requests, places = [], []
-    for request, output, plain in differences:
-        place = _first_difference(output, plain)
-        if place is None:
-            continue
-        sequence, index = place
-        context = plain.prompt + plain.tokens[sequence][:index]
-        both = plain.tokens[sequence][index], output.tokens[sequence][index]
-        places.append((request, len(context) - 1, both))
-        # Logprobs are computed before sampling is restricted.
-        requests += [
-            Request(context, {"allowed_token_ids": [token], "max_tokens": 1, "logprobs": 0})
-            for token in both
-        ]
-    result = serve(without_tree(), {"scores": Run(requests)}, threads=1)["scores"]
-    scores = [output.logprobs[0][0][0] for output in result.outputs if output is not None]
-    found = {}
-    for number, (request, position, both) in enumerate(places):
-        own = scores[2 * number], scores[2 * number + 1]
-        temperature = request.params.get("temperature", 1.0)
-        if temperature and request.params.get("seed") is not None:
-            seed = torch.tensor([request.params["seed"]])
-            noise = gumbel_noise(seed, torch.tensor([position]), max(both) + 1)[0]
-            own = tuple(x / temperature + float(noise[t]) for x, t in zip(own, both, strict=True))
-        found[request.key] = (
-            f"scores {own[0]:.7f} of the token without trees and {own[1]:.7f} of the other: "
-            f"margin {own[0] - own[1]:.2e}"
-        )
-    return found
+def _at(own: Output, wanted: Output) -> str:
+    """Describe the first token that differs."""
+    for sequence, pair in enumerate(zip(own.tokens, wanted.tokens, strict=False)):
+        for at, (token, expected) in enumerate(zip(*pair, strict=False)):
+            if token != expected:
+                scores = [
+                    o.logprobs[sequence][at][:4] if o.logprobs[sequence] else None
+                    for o in (own, wanted)
+                ]
+                return (
+                    f"sequence {sequence}, token {at}: {pair[0][at:][:6]} != {pair[1][at:][:6]}"
+                    f", logprobs {scores}"
+                )
+    return f"lengths {[*map(len, own.tokens)]} != {[*map(len, wanted.tokens)]}"
+
+
+def _logprobs(own: Output, wanted: Output, aborted: bool) -> str:
+    pairs = [
+        (f"sequence {number}, token {at}", token, wanted.logprobs[number][at])
+        for number, sequence in enumerate(own.logprobs)
+        for at, token in enumerate(sequence)
+    ]
+    pairs.append(("prompt", own.prompt_logprobs, wanted.prompt_logprobs))
+    for where, values, expected in pairs:
+        near = len(values) == len(expected) and all(map(_near, values, expected))
+        if not near and not (aborted and not values):
+            return f"logprobs of {where}: {values} != {expected}"
+    return ""
+
+
+def _near(value: float, expected: float) -> bool:
+    return value == expected or abs(value - expected) <= TOLERANCE

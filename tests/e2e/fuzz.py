@@ -22,16 +22,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import comparison
 import workload
-from engine_process import Output
 from fuzz_cases import MAX_MODEL_LEN, Schedule, schedule_of, schedules
 from fuzz_engine import Answer, EngineFailed, EngineProcess
 from fuzz_options import KINDS, Options, engine_options, options_of_kind, plain_of_kind
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from random_engines import FEW
 
-TOLERANCE = 1e-4
-"""Largest accepted difference of a logprob."""
 SMALLER_SECONDS = 90
 """Most seconds for shrinking a failing case."""
 
@@ -55,51 +53,14 @@ def difference(answer: Answer, plain: Answer, aborted: bool) -> str:
         return f"refused: {answer.refused!r} != {plain.refused!r}"
     if answer.output is None or plain.output is None:
         return "" if aborted or answer.refused else "no answer"
-    own, wanted = answer.output, plain.output
-    if own.prompt != wanted.prompt:
-        return "other prompts"
-    if not aborted and own.reasons != wanted.reasons:
-        return f"reasons {own.reasons} != {wanted.reasons}; {_at(own, wanted)}"
-    if not aborted and own.texts != wanted.texts:
-        return f"texts {own.texts} != {wanted.texts}; {_at(own, wanted)}"
-    for sequence, tokens in enumerate(own.tokens):
-        expected = wanted.tokens[sequence]
-        if tokens != (expected[: len(tokens)] if aborted else expected):
-            return _at(own, wanted)
-    return _logprobs(own, wanted, aborted)
+    return comparison.difference(answer.output, plain.output, aborted)
 
 
-def _at(own: Output, wanted: Output) -> str:
-    for sequence, pair in enumerate(zip(own.tokens, wanted.tokens, strict=False)):
-        for at, (token, expected) in enumerate(zip(*pair, strict=False)):
-            if token != expected:
-                scores = [
-                    o.logprobs[sequence][at][:4] if o.logprobs[sequence] else None
-                    for o in (own, wanted)
-                ]
-                return (
-                    f"sequence {sequence}, token {at}: {pair[0][at:][:6]} != {pair[1][at:][:6]}"
-                    f", logprobs {scores}"
-                )
-    return f"lengths {[*map(len, own.tokens)]} != {[*map(len, wanted.tokens)]}"
-
-
-def _logprobs(own: Output, wanted: Output, aborted: bool) -> str:
-    pairs = [
-        (f"sequence {number}, token {at}", token, wanted.logprobs[number][at])
-        for number, sequence in enumerate(own.logprobs)
-        for at, token in enumerate(sequence)
-    ]
-    pairs.append(("prompt", own.prompt_logprobs, wanted.prompt_logprobs))
-    for where, values, expected in pairs:
-        near = len(values) == len(expected) and all(map(_near, values, expected))
-        if not near and not (aborted and not values):
-            return f"logprobs of {where}: {values} != {expected}"
-    return ""
-
-
-def _near(value: float, expected: float) -> bool:
-    return value == expected or abs(value - expected) <= TOLERANCE
+def differences(schedule: Schedule, answers: Sequence[Answer], plain: Sequence[Answer]) -> str:
+    """Describe the requests whose answers differ, a line for each."""
+    pairs = zip(schedule.arrivals, answers, plain, strict=True)
+    found = [difference(own, other, each.abort is not None) for each, own, other in pairs]
+    return "\n".join(f"request {number}: {text}" for number, text in enumerate(found) if text)
 
 
 class Differs(AssertionError):
@@ -138,10 +99,8 @@ class Comparison:
             answers = self._engine.answers(schedule)
         except EngineFailed as error:
             return f"the engine failed:\n{error}"
-        pairs = zip(schedule.arrivals, answers, wanted, strict=True)
-        found = [difference(own, other, a.abort is not None) for a, own, other in pairs]
-        if told := [f"request {n}: {text}" for n, text in enumerate(found) if text]:
-            return "\n".join(told)
+        if found := differences(schedule, answers, wanted):
+            return found
         self._count(answers)
         return ""
 

@@ -42,11 +42,13 @@ class Schedule:
     """Requests in order of arrival.
 
     ``resets`` holds the steps at which the prefix cache is emptied and every running request
-    preempted.
+    preempted. With ``resumed``, every request is preempted once, when all its tokens but one fill
+    blocks, which stay in the prefix cache.
     """
 
     arrivals: list[Arrival]
     resets: list[int] = field(default_factory=list)
+    resumed: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Return a JSON object without the fields that have their default value."""
@@ -55,12 +57,13 @@ class Schedule:
             {k: v for k, v in asdict(each).items() if k == "params" or v != usual[k]}
             for each in self.arrivals
         ]
-        return {"arrivals": arrivals, **({"resets": self.resets} if self.resets else {})}
+        others = {"resets": self.resets, "resumed": self.resumed}
+        return {"arrivals": arrivals} | {name: value for name, value in others.items() if value}
 
 
 def schedule_of(value: Mapping[str, Any]) -> Schedule:
     arrivals = [Arrival(**{"length": 0, **arrival}) for arrival in value["arrivals"]]
-    return Schedule(arrivals, list(value.get("resets", ())))
+    return Schedule(arrivals, list(value.get("resets", ())), value.get("resumed", False))
 
 
 @functools.cache
@@ -172,4 +175,4 @@ def schedules(draw: st.DrawFn, block_size: int, most: int = 6) -> Schedule:
             )
         )
     resets = draw(st.just([]) | st.lists(st.integers(1, 8), min_size=1, max_size=2, unique=True))
-    return Schedule(arrivals, resets)
+    return Schedule(arrivals, resets, resumed=draw(st.sampled_from([False, False, False, True])))

@@ -13,11 +13,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import forked
 import fuzz_cases
@@ -60,6 +62,9 @@ class EngineProcess:
         }
         if (library := openmp.library()) is not None:
             environment["LD_PRELOAD"] = str(library)
+        self.filled_up = 0
+        """How many requests of the last schedule vLLM filled up with drafts: those with one token
+        left of their prompt, or of the tokens that they had before they were preempted."""
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
         self._asked, asked = multiprocessing.Pipe()
         with asked:
@@ -78,16 +83,18 @@ class EngineProcess:
             raise EngineFailed(found["error"])
         return found
 
-    def answers(self, schedule: Schedule) -> list[Answer]:
-        """Return the answers by request.
+    def answers(self, schedule: Schedule, sabotage: str | None = None) -> list[Answer]:
+        """Return the answers by request. ``sabotage``: a function of sabotage.py that is in force.
 
         Raises:
             EngineFailed: if the engine fails; its process has ended.
         """
-        self._asked.send(json.dumps(asdict(schedule)))
+        self._asked.send(json.dumps(asdict(schedule) | {"sabotage": sabotage}))
+        found = self._read()
+        self.filled_up = found["filled_up"]
         return [
             Answer(value["output"] and Output(**value["output"]), value["refused"])
-            for value in self._read()["answers"]
+            for value in found["answers"]
         ]
 
     def metrics(self) -> dict[str, float]:
@@ -105,6 +112,39 @@ class EngineProcess:
     @property
     def closed(self) -> bool:
         return not self._process.is_alive()
+
+
+@contextmanager
+def _resumed(scheduler: Any) -> Iterator[None]:
+    """Preempt requests as a `Schedule` with ``resumed`` asks for."""
+    stock, block, done = scheduler.schedule, scheduler.block_size, set()
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        for request in [*scheduler.running]:
+            at_block_end = request.num_tokens % block == 1 and request.num_output_tokens
+            if at_block_end and request.request_id not in done:
+                done.add(request.request_id)
+                scheduler.running.remove(request)
+                scheduler._preempt_request(request, time.monotonic())
+        return stock(*args, **kwargs)
+
+    with mock.patch.object(scheduler, "schedule", schedule):
+        yield
+
+
+@contextmanager
+def _watched(scheduler: Any) -> Iterator[list[str]]:
+    """Yield a list that collects the names of the requests that are filled up."""
+    stock, found = scheduler.schedule, list[str]()
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        scheduled = stock(*args, **kwargs)
+        new = {request.req_id for request in scheduled.scheduled_new_reqs}
+        found.extend(new & scheduled.scheduled_spec_decode_tokens.keys())
+        return scheduled
+
+    with mock.patch.object(scheduler, "schedule", schedule):
+        yield found
 
 
 class _Work:
@@ -214,8 +254,16 @@ def _answer(engine: Engine, asked: Connection) -> None:
         schedule = replace(
             fuzz_cases.schedule_of(value), arrivals=[Arrival(**a) for a in value["arrivals"]]
         )
-        answers = _Work(engine, schedule, str(count)).answers()
-        asked.send({"answers": [asdict(answer) for answer in answers]})
+        core: Any = engine.llm.llm_engine.engine_core
+        scheduler = core.engine_core.scheduler
+        with (
+            _resumed(scheduler) if schedule.resumed else nullcontext(),
+            engine.sabotaged(value["sabotage"]) if value["sabotage"] else nullcontext(),
+            _watched(scheduler) as filled_up,
+        ):
+            answers = _Work(engine, schedule, str(count)).answers()
+        found = [asdict(answer) for answer in answers]
+        asked.send({"answers": found, "filled_up": len(filled_up)})
 
 
 def main(arguments: dict[str, Any], asked: Connection) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import pytest
 import sabotage
 import workload
-from comparison import Outputs, by_request, mismatches
+from comparison import Outputs, by_request, difference, mismatches
 from engine_process import Result, serve
 from slow import marked
 from transformers import AutoTokenizer
@@ -90,11 +90,6 @@ def test_sequences_with_seeds_beyond_int64_differ(served: Served) -> None:
         assert len({tuple(tokens) for tokens in output.tokens}) == 3
 
 
-@pytest.mark.slow
-def test_a_difference_is_shown_with_its_margin(differing: Differing) -> None:
-    assert "margin" in differing("fixed", sabotage.NAMES[0])
-
-
 def test_the_plain_engine_agrees_with_the_v1_runner_at_temperature_0(plain: Outputs) -> None:
     run = workload.GREEDY_SAMPLE
     stock = {"model": workload.without_tree()["model"]}
@@ -106,15 +101,10 @@ def test_the_plain_engine_agrees_with_the_v1_runner_at_temperature_0(plain: Outp
 @pytest.mark.parametrize("name", ["logprobs", "logprob_token_ids", "prompt_logprobs", "mixed"])
 def test_logprobs_are_those_without_trees(name: str, served: Served, plain: Outputs) -> None:
     compared = 0
-    run = workload.TREE_RUNS[name]
-    for key, output in by_request(run, served("tree")[name]).items():
-        wanted = plain[key]
-        assert output.prompt_logprobs == pytest.approx(wanted.prompt_logprobs, abs=1e-4)
-        for sequence, wanted_sequence in zip(output.logprobs, wanted.logprobs, strict=True):
-            for token, wanted_token in zip(sequence, wanted_sequence, strict=True):
-                assert token == pytest.approx(wanted_token, abs=1e-4)
-                compared += len(token)
-    assert compared > 100
+    for key, output in by_request(workload.TREE_RUNS[name], served("tree")[name]).items():
+        assert not (found := difference(output, plain[key])), found
+        compared += len(output.prompt_logprobs) + sum(map(len, output.logprobs))
+    assert compared > 30
 
 
 def test_a_repeated_prompt_is_served_from_the_prefix_cache(served: Served) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_model import HIDDEN, LONGEST, MOST, VOCAB, Block, Draft, Head, Masked, MaskedHead
+from draft_model import HIDDEN, LONGEST, MOST, VOCAB, Block, Draft, Head
 from growth_steps import STORED, growth_of
 from replays import graph
 
@@ -112,8 +112,7 @@ class Drafting:
     def _source(self) -> NodeSource:
         if length := self.plan.shape.block:
             given = torch.zeros(1 + MOST * (self.plan.shape.max_depth + 1), HIDDEN)
-            if isinstance(self.model, Masked | MaskedHead):
-                head = isinstance(self.model, MaskedHead)
+            if hasattr(self.model, "run_masked"):
                 self.roots = (torch.zeros(MOST, length, HIDDEN),)
                 text = MaskedText(
                     self.model.run_masked,
@@ -121,7 +120,7 @@ class Drafting:
                     *(self.model, self.memory, self.writer),
                     mask=VOCAB - 1,
                     hidden=self.roots[0],
-                    of_head=(self.model.combine_masked, given) if head else None,
+                    of_head=(self.model.combine_masked, given) if self.model.shift else None,
                 )
                 return BlockDraft(text, self.memory, length)
             reader = StateBlocks(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -31,11 +31,14 @@ def draft_masks() -> list[torch.Tensor]:
 class Inputs:
     """Attention inputs of R requests with T rows in all, on the host.
 
-    ``keys`` and ``values`` hold one token-major tensor per request: the context first, then one row
-    per mask column. ``seen`` holds, per request, the positions that at least one row sees.
-    ``table`` is int64 [R, W]: the block numbers of each request, all below ``blocks``.
+    ``masks`` [rows, columns] and ``ctx_lens`` are as asked for. ``keys`` and ``values`` hold one
+    token-major tensor per request: the context first, then one row per mask column. ``seen`` holds,
+    per request, the positions that at least one row sees. ``table`` is int64 [R, W]: the block
+    numbers of each request, all below ``blocks``.
     """
 
+    masks: list[torch.Tensor]
+    ctx_lens: list[int]
     q: torch.Tensor
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
@@ -45,18 +48,35 @@ class Inputs:
     table: torch.Tensor
     blocks: int
 
+    def of_case(self, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """Return the arguments of every `AttentionCase`."""
+        on_device = {
+            "q": self.q,
+            "ctx_lens": torch.tensor(self.ctx_lens, dtype=torch.int32),
+            "qo_indptr": self.qo_indptr,
+            "bits": self.bits,
+            "block_table": self.table.int(),
+        }
+        return {
+            **{name: each.to(device) for name, each in on_device.items()},
+            "features": LayerFeatures(self.q.shape[2] ** -0.5),
+            "masks": self.masks,
+            "keys": self.keys,
+            "values": self.values,
+        }
+
 
 def make_inputs(
     masks: list[torch.Tensor],
     ctx_lens: list[int],
     *,
-    group: int,
-    kv_heads: int,
-    head_size: int,
-    block_size: int,
-    dtype: torch.dtype,
-    seed: int,
+    group: int = 2,
+    kv_heads: int = 2,
+    head_size: int = 32,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
+    seed: int = 0,
 ) -> Inputs:
     """Return inputs for bool masks [rows, columns], one per request, over permuted blocks."""
     g = torch.Generator().manual_seed(seed)
@@ -76,6 +96,8 @@ def make_inputs(
     counts = torch.tensor([0] + [mask.shape[0] for mask in masks])
     shape = (int(counts.sum()), group * kv_heads, head_size)
     return Inputs(
+        masks=masks,
+        ctx_lens=ctx_lens,
         q=torch.randn(shape, generator=g).to(dtype),
         keys=keys,
         values=values,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from attention_inputs import AttentionCase, make_inputs
-
-from dyntree_kernels.features import LayerFeatures
 
 
 @dataclass
@@ -51,35 +50,21 @@ def make_latent_case(
     head_size: int = 48,
     rope: int = 16,
     block_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    kv_dtype: torch.dtype | None = None,
     device: str = "cpu",
-    seed: int = 0,
+    **shape: Any,
 ) -> LatentCase:
     """Return a case from bool masks [rows, columns], one per request, over permuted blocks.
 
     ``head_size``: D, of which the last ``rope`` elements belong to no value. Columns that no row
-    sees are not in the cache.
+    sees are not in the cache. ``shape``: as for `make_inputs`.
     """
-    made = make_inputs(
-        masks, ctx_lens, group=heads, kv_heads=kv_heads, head_size=head_size,
-        block_size=block_size, dtype=dtype, kv_dtype=kv_dtype, seed=seed,
-    )  # fmt: skip
-    cache = torch.full((made.blocks, block_size, head_size), torch.nan).to(kv_dtype or dtype)
+    of_heads = {"group": heads, "kv_heads": kv_heads, "head_size": head_size}
+    made = make_inputs(masks, ctx_lens, block_size=block_size, **of_heads, **shape)
+    cache = torch.full((made.blocks, block_size, head_size), torch.nan).to(made.keys[0].dtype)
     # Of elements of one byte, torch assigns bytes alone by index.
     stored = cache.view(torch.uint8) if cache.itemsize == 1 else cache
     for keys, at, blocks in zip(made.keys, made.seen, made.table, strict=True):
         stored[blocks[at // block_size], at % block_size] = keys.view(stored.dtype)[at, 0]
-    return LatentCase(
-        features=LayerFeatures(head_size**-0.5),
-        q=made.q.to(device),
-        masks=masks,
-        keys=made.keys,
-        values=[keys[..., : head_size - rope] for keys in made.keys],
-        ctx_lens=torch.tensor(ctx_lens, device=device),
-        qo_indptr=made.qo_indptr.to(device),
-        bits=made.bits.to(device),
-        block_table=made.table.int().to(device),
-        kernel=kernel,
-        cache=cache.to(device),
-    )
+    values = [keys[..., : head_size - rope] for keys in made.keys]
+    of_case = made.of_case(device) | {"values": values}
+    return LatentCase(kernel=kernel, cache=cache.to(device), **of_case)

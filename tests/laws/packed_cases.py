@@ -11,7 +11,6 @@ from attention_inputs import AttentionCase, make_inputs
 
 from dyntree_kernels.cpu.attention import tree_attention
 from dyntree_kernels.cpu.layout import offsets
-from dyntree_kernels.features import LayerFeatures
 
 
 def empty_cache(
@@ -83,38 +82,18 @@ def make_case(
     masks: list[torch.Tensor],
     ctx_lens: list[int],
     *,
-    group: int = 2,
-    kv_heads: int = 2,
-    head_size: int = 32,
     block_size: int = 32,
-    dtype: torch.dtype = torch.float32,
-    kv_dtype: torch.dtype | None = None,
     isa: str = "vec",
-    seed: int = 0,
+    **shape: Any,
 ) -> Case:
     """Return a case from bool masks [rows, columns], one per request, over permuted blocks.
 
-    Columns that no row sees are not in the cache.
+    Columns that no row sees are not in the cache. ``shape``: as for `make_inputs`.
     """
-    made = make_inputs(
-        masks, ctx_lens, group=group, kv_heads=kv_heads, head_size=head_size,
-        block_size=block_size, dtype=dtype, kv_dtype=kv_dtype, seed=seed,
-    )  # fmt: skip
-    caches = empty_cache(made.blocks, kv_heads, block_size, head_size, kv_dtype or dtype)
+    made = make_inputs(masks, ctx_lens, block_size=block_size, **shape)
+    _, kv_heads, head_size = made.keys[0].shape
+    caches = empty_cache(made.blocks, kv_heads, block_size, head_size, made.keys[0].dtype)
     for k, v, at, of_request in zip(made.keys, made.values, made.seen, made.table, strict=True):
         slots = of_request[at // block_size] * block_size + at % block_size
         write(*caches, isa, slots, k[at], v[at])
-    return Case(
-        isa=isa,
-        features=LayerFeatures(head_size**-0.5),
-        q=made.q,
-        masks=masks,
-        keys=made.keys,
-        values=made.values,
-        ctx_lens=torch.tensor(ctx_lens),
-        qo_indptr=made.qo_indptr,
-        bits=made.bits,
-        block_table=made.table.int(),
-        key_cache=caches[0],
-        value_cache=caches[1],
-    )
+    return Case(isa=isa, key_cache=caches[0], value_cache=caches[1], **made.of_case())

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from attention_inputs import AttentionCase, make_inputs
 
-from dyntree_kernels.features import LayerFeatures
-
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 LAYOUTS = {  # physical order of layers, blocks, heads, positions; content is innermost
@@ -71,44 +69,27 @@ def make_case(
     masks: list[torch.Tensor],
     ctx_lens: list[int],
     *,
-    group: int = 2,
-    kv_heads: int = 2,
-    head_size: int = 32,
     block_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    kv_dtype: torch.dtype | None = None,
     layout: str = "LBNHC",
-    seed: int = 0,
     poison: float = torch.nan,
+    **shape: Any,
 ) -> Case:
     """Return a case from bool masks [rows, columns], one per request, over permuted blocks.
 
-    Columns that no row sees, unused slots and the cache's other layer hold `poison`.
+    Columns that no row sees, unused slots and the cache's other layer hold `poison`. ``shape``: as
+    for `make_inputs`.
     """
-    made = make_inputs(
-        masks, ctx_lens, group=group, kv_heads=kv_heads, head_size=head_size,
-        block_size=block_size, dtype=dtype, kv_dtype=kv_dtype, seed=seed,
-    )  # fmt: skip
-    of_cache = kv_dtype or dtype
-    content = 2 * head_size * of_cache.itemsize
-    layers = paged_layers(layout, 2, made.blocks, kv_heads, block_size, content).view(of_cache)
-    layers.copy_(torch.tensor(poison, device=DEVICE).to(of_cache))
+    made = make_inputs(masks, ctx_lens, block_size=block_size, **shape)
+    _, kv_heads, head_size = made.keys[0].shape
+    dtype = made.keys[0].dtype
+    content = 2 * head_size * dtype.itemsize
+    layers = paged_layers(layout, 2, made.blocks, kv_heads, block_size, content).view(dtype)
+    layers.copy_(torch.tensor(poison, device=DEVICE).to(dtype))
     cache = layers[1]
     # Of elements of one byte, torch assigns bytes alone by index.
-    stored = cache.view(torch.uint8) if of_cache.itemsize == 1 else cache
+    stored = cache.view(torch.uint8) if dtype.itemsize == 1 else cache
     for k, v, at, of_request in zip(made.keys, made.values, made.seen, made.table, strict=True):
         blocks_at, slots_at = of_request[at // block_size].to(DEVICE), (at % block_size).to(DEVICE)
         rows = torch.cat([k, v], -1).view(stored.dtype)
         stored[blocks_at, :, slots_at] = rows[at].to(DEVICE)
-    return Case(
-        q=made.q.to(DEVICE),
-        kv_cache=cache,
-        block_table=made.table.int().to(DEVICE),
-        ctx_lens=torch.tensor(ctx_lens, dtype=torch.int32, device=DEVICE),
-        qo_indptr=made.qo_indptr.to(DEVICE),
-        bits=made.bits.to(DEVICE),
-        features=LayerFeatures(head_size**-0.5),
-        masks=masks,
-        keys=made.keys,
-        values=made.values,
-    )
+    return Case(kv_cache=cache, **made.of_case(DEVICE))

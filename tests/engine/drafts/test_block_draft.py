@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from draft_model import HIDDEN, LONGEST, MOST, VOCAB, Draft
-from drafted_steps import NO_BATCH, packed, without_vllm
-from growth_steps import growth_of
+from draft_model import HIDDEN, LONGEST, VOCAB, Draft
+from drafted_steps import NO_BATCH, Drafting, packed, without_vllm
 from torch import nn
 
 from dyntree_kernels.ancestors import unpack_bits
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_plugin.engine.cpu.ops import CPUOps
 from dyntree_plugin.engine.drafts import block
-from dyntree_plugin.engine.drafts.block import BlockDraft, BlockReader, StateBlocks
-from dyntree_plugin.engine.drafts.masked import MaskedText
 from dyntree_plugin.engine.step.catch_up import CatchUp
-from dyntree_plugin.engine.step.draft import Drafter
-from dyntree_plugin.engine.step.growth_stages import DraftStages
-from dyntree_plugin.engine.step.ops import NoGraphs
 from dyntree_plugin.engine.step.records import Emitted, TargetStates
-from dyntree_plugin.engine.step.rows import RowMemory, TensorRows
-from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.drafting import grow
-from dyntree_plugin.tree.value import AcceptanceEstimate
 
 LENGTH, MASK = 5, VOCAB - 1
 ROOTS = torch.tensor([9, 20, LONGEST - 4])
@@ -57,7 +47,7 @@ class Block(Draft):
         slots = metadata["slot_mappings"][0]
         given = (ids, positions, slots, mask.ancestor_bits, mask.ctx_lens)
         self.ran.append([each.clone() for each in given])
-        return positions[:, None].float() + self.root_proposes
+        return positions[:, None].float().expand(-1, HIDDEN) + self.root_proposes
 
     def offer(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (self.compute_draft_logits(hidden, 0),)
@@ -93,66 +83,21 @@ class Masked(Block):
         return self.run(rows.ids, rows.positions, rows.metadata, None) + 1 - self.shift
 
 
-class Drafting:
-    """Steps of three requests, of which the last has little room, at temperatures of 0."""
+def drafting(model: Any, **options: Any) -> Drafting:
+    plan = DynTreeOptions(lookup="off", budget="fixed", **options).resolve(LENGTH, block=True)
+    return Drafting(CPUOps(), CompiledGrowth, captured=False, plan=plan, models=[model])
 
-    def __init__(
-        self,
-        causal: bool = False,
-        root_proposes: bool = False,
-        shift: int | None = None,
-        **options: Any,
-    ) -> None:
-        """``shift``: of a draft that reads masks."""
-        plan = DynTreeOptions(lookup="off", budget="fixed", **options).resolve(LENGTH, block=True)
-        self.block: Any = Block(causal, root_proposes) if shift is None else Masked(shift)
-        self.trees = TreeStore(MOST, plan, VOCAB, torch.device("cpu"))
-        memory = RowMemory(
-            self.block, plan.most_rows, plan.scratch_slots, -1 if shift is None else shift
-        )
-        writer = TensorRows(memory)
-        given = torch.zeros(1 + MOST * (LENGTH + 1), HIDDEN)
-        models = self.block, self.block, memory, writer
-        reader: BlockReader
-        if shift is None:
-            reader = StateBlocks(*models, length=LENGTH, given=given)
-        else:
-            reader = MaskedText(
-                self.block.run_masked,
-                partial(self.block.compute_draft_logits, _=0),
-                *models[1:],
-                mask=MASK,
-                hidden=torch.zeros(MOST, LENGTH, 1),
-                of_head=(self.block.combine_masked, given) if shift else None,
-            )
-        source = BlockDraft(reader, memory, LENGTH)
-        growth = growth_of(CompiledGrowth, self.trees, memory.of_growth, AcceptanceEstimate("cpu"))
-        self.stages = DraftStages(
-            growth,
-            memory.of_requests,
-            source=source,
-            writer=writer,
-            tries=None,
-            widths=plan.growing.widths,
-            max_depth=LENGTH,
-            chained=torch.zeros(MOST + 1, dtype=torch.bool),
-            pays=lambda _: False,
-            block=LENGTH,
-        )
-        self.drafter = Drafter(
-            self.stages, CPUOps(), NoGraphs(), max_depth=LENGTH, spare=self.trees.spare
-        )
 
-    def step(self) -> tuple[torch.Tensor, int]:
-        """Return the tokens of the trees, and the forwards after the catch-up."""
-        requests = packed([0, 3, 6])
-        player = self.drafter._player(requests)
-        tokens = torch.arange(3 * (LENGTH + 1)).view(3, -1)
-        hidden = torch.arange(60.0)[:, None].expand(-1, HIDDEN)
-        path = torch.tensor([[4, -1, -1, -1, -1], *[[-1] * 5] * 2])
-        states = TargetStates((hidden,), torch.tensor([0, 20, 40]), path, torch.zeros(0))
-        player.catch_up(CatchUp(NO_BATCH, Emitted(ROOTS, tokens, COUNTS, 2), states, LENGTH))
-        return grow(player, len(self.stages.widths))
+def step(made: Drafting) -> tuple[torch.Tensor, int]:
+    """Do a step of three greedy requests, of which the last has little room; return the tokens of
+    the trees, and the forwards after the catch-up."""
+    player = made.player(packed([0, 3, 6]))
+    tokens = torch.arange(3 * (LENGTH + 1)).view(3, -1)
+    hidden = torch.arange(60.0)[:, None].expand(-1, HIDDEN)
+    path = torch.tensor([[4, -1, -1, -1, -1], *[[-1] * 5] * 2])
+    states = TargetStates((hidden,), torch.tensor([0, 20, 40]), path, torch.zeros(0))
+    player.catch_up(CatchUp(NO_BATCH, Emitted(ROOTS, tokens, COUNTS, 2), states, LENGTH))
+    return grow(player, made.plan.further_forwards)
 
 
 @pytest.fixture(autouse=True)
@@ -163,8 +108,8 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shift", [None, 0, -1])
 def test_a_tree_of_one_child_is_the_blocks_chain(shift: int | None) -> None:
     """Of the best token of each position. Control: at other positions they differ."""
-    drafting = Drafting(shift=shift, children=1, width=1, node_budget=LENGTH)
-    tokens, forwards = drafting.step()
+    model = Block(causal=False) if shift is None else Masked(shift)
+    tokens, forwards = step(drafting(model, children=1, width=1, node_budget=LENGTH))
     roots = ROOTS + COUNTS
     for request, root in enumerate(roots[:2]):
         places = int(root) + 1 + torch.arange(LENGTH)
@@ -175,26 +120,18 @@ def test_a_tree_of_one_child_is_the_blocks_chain(shift: int | None) -> None:
 
 def test_a_draft_may_read_the_token_before_and_propose_from_the_root() -> None:
     """As DSpark does: each token of the chain is the one that its parent makes likely."""
-    drafting = Drafting(root_proposes=True, children=1, width=1, node_budget=LENGTH)
-    tokens, _ = drafting.step()
-    assert len(drafting.block.ran[0][0]) == 3 * LENGTH
+    block = Block(causal=False, root_proposes=True)
+    tokens, _ = step(drafting(block, children=1, width=1, node_budget=LENGTH))
+    assert len(block.ran[0][0]) == 3 * LENGTH
     for before, after in zip([1, *tokens[0, :-1].tolist()], tokens[0].tolist(), strict=True):
         assert after == (3 * before + 1) % VOCAB
 
 
-def test_one_forward_grows_a_whole_tree() -> None:
-    drafting = Drafting(node_budget=16)
-    drafting.step()
-    assert len(drafting.block.ran) == 1
-    assert int(drafting.trees.counts[0]) == 16
-    assert int(drafting.trees.depths[0].max()) == LENGTH
-
-
 def test_it_keeps_the_states_before_the_emitted_tokens() -> None:
     """Those of the root and of accepted nodes; a token that was not emitted has no slot."""
-    drafting = Drafting()
-    drafting.step()
-    ((states, positions, slots),) = drafting.block.kept
+    block = Block(causal=False)
+    step(drafting(block))
+    ((states, positions, slots),) = block.kept
     assert states[:, 0].view(3, 2)[0].tolist() == [0, 5]  # node 4 is in row 5
     assert states[:, 0].view(3, 2)[1:, 0].tolist() == [20, 40]
     assert positions.view(3, 2)[:, 0].tolist() == ROOTS.tolist()
@@ -203,9 +140,9 @@ def test_it_keeps_the_states_before_the_emitted_tokens() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_block_is_the_root_and_masks_that_see_each_other(causal: bool) -> None:
-    drafting = Drafting(causal)
-    drafting.step()
-    ((ids, positions, slots, bits, context),) = drafting.block.ran
+    block = Block(causal)
+    step(drafting(block))
+    ((ids, positions, slots, bits, context),) = block.ran
     roots, width = ROOTS + COUNTS, LENGTH + 1
     assert ids.view(3, width)[:, 0].tolist() == [1, 6, 12]
     assert (ids.view(3, width)[:, 1:] == MASK).all()
@@ -226,9 +163,9 @@ def test_a_block_is_the_root_and_masks_that_see_each_other(causal: bool) -> None
 def test_masks_follow_the_emitted_tokens(shift: int) -> None:
     """In one causal forward, a head's before a state of their own. They have slots, which the next
     step's emitted tokens overwrite: its rows begin right after the root."""
-    drafting = Drafting(shift=shift)
-    drafting.step()
-    ((ids, positions, slots, bits, context),) = drafting.block.ran
+    draft = Masked(shift)
+    step(drafting(draft))
+    ((ids, positions, slots, bits, context),) = draft.ran
     width = 2 + LENGTH - 1
     masks = [MASK] * (LENGTH - 1)
     assert ids.view(3, width)[:2].tolist() == [[0, 1, *masks], [6, *masks, MASK]]
@@ -241,7 +178,7 @@ def test_masks_follow_the_emitted_tokens(shift: int) -> None:
         unpack_bits(bits, width).view(3, width, width), torch.ones(3, width, width).tril().bool()
     )
     if shift:
-        states = drafting.block.states[:, 0].view(3, width)
+        states = draft.states[:, 0].view(3, width)
         assert states.tolist() == [
             [0, 5, *[-7] * 4], [20, *[-7] * 5], [40, *[-7] * 5],
         ]  # fmt: skip
