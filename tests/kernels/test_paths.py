@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from path_checks import PathChecks
+from vllm_cpu_runner import install
 
-from dyntree_kernels.cpu.paths import KERNELS
+install()  # must run before the sampler's modules are imported
+
+from path_checks import PathChecks  # noqa: E402
+
+from dyntree_kernels.cpu.paths import KERNELS  # noqa: E402
 
 
 class TestParametersOnTheCPU(PathChecks):

@@ -1,25 +1,29 @@
-"""Check on every device that sampling parameters on rows of trees read the rows' paths."""
+"""Check on every device that sampling parameters on rows of trees read the rows' paths: a row gets
+what vLLM's kernels give to the end of the chain from the root to the row."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from tree_shapes import chain, random_tree
+from vllm.v1.worker.gpu.sample.bad_words import apply_bad_words
+from vllm.v1.worker.gpu.sample.penalties import apply_penalties
+from vllm.v1.worker.gpu.sample.thinking_budget import apply_thinking_budget
 
 from dyntree_kernels.paths import BadWords, PathKernels, Paths, Penalties, Texts, Thoughts
 
-SLOTS, DEPTH, LENGTH = 6, 12, 60
+SLOTS, DEPTH, LENGTH, WORDS = 6, 12, 60, 40
 VOCABULARY = 5
 """So few tokens that paths have every token often, and markers often."""
 
 
 class Batch(NamedTuple):
-    """Rows of some requests' trees, and what the oracle says of them.
+    """Rows of some requests' trees.
 
-    ``expected``: tokens from the root's child to the row. ``before``: tokens of the rows before,
+    ``expected``: tokens from the root's child to each row. ``before``: tokens of the rows before,
     which are those of a chain.
     """
 
@@ -78,32 +82,21 @@ def penalties_of(g: torch.Generator, vocabulary: int) -> Penalties:
     return Penalties(repetition, frequency, presence, mask, counts)
 
 
-def penalized(row: Any, path: list[int], of_slot: list[Any]) -> Any:
-    """Return a row of logits with penalties, in the order of vLLM's operations on float32."""
-    repetition, frequency, presence, mask, counts = of_slot
-    counts = counts + np.bincount(path, minlength=len(row))
-    token = np.arange(len(row))
-    seen = counts > 0
-    repeated = seen | ((mask[token // 32] >> (token % 32)) & 1).astype(bool)
-    scale = np.where(repeated, repetition, np.float32(1))
-    if repetition != 1:
-        row = row * np.where(row > 0, np.float32(1) / scale, scale)
-    row = row - frequency * counts.astype(np.float32)
-    return row - presence * seen.astype(np.float32)
+class Applied(NamedTuple):
+    """A parameter of every request: what our kernels do with logits, slots and paths, and vLLM's
+    with logits, slots, tokens and places within the requests. vLLM's comes first, since it looks
+    for markers in the committed tokens, too."""
 
-
-def last_place(text: list[int], marker: list[int]) -> int:
-    places = range(len(text) - len(marker), -1, -1)
-    return next((at for at in places if text[at : at + len(marker)] == marker), -1)
+    vocabulary: int
+    ours: Callable[[torch.Tensor, torch.Tensor, Paths], None]
+    stock: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class PathChecks:
-    """Tests of ``kernels`` on ``device``, whose logits may differ by at most ``tolerance``."""
+    """Tests of ``kernels`` on ``device``."""
 
     kernels: ClassVar[PathKernels]
     device: ClassVar[torch.device] = torch.device("cpu")
-    tolerance: ClassVar[float] = 0.0
-    seeds: ClassVar[int] = 6
 
     def on_device(self, found: Any) -> Any:
         return type(found)(*(each.to(self.device) for each in found))
@@ -117,10 +110,6 @@ class PathChecks:
     def random(self, seed: int, **options: Any) -> tuple[torch.Generator, Batch]:
         g = torch.Generator().manual_seed(seed)
         return g, batch_of(g, [11, 0, 4, 1, 11][: 1 + seed], 11, **options)
-
-    def same(self, found: torch.Tensor, expected: Any) -> bool:
-        wanted = torch.as_tensor(expected)
-        return torch.allclose(found.cpu(), wanted, rtol=0, atol=self.tolerance, equal_nan=True)
 
     @pytest.mark.parametrize("seed", range(5))
     def test_a_rows_path_leads_from_the_roots_child_to_the_row(self, seed: int) -> None:
@@ -150,134 +139,95 @@ class PathChecks:
             used = [t for row, n in zip(tokens, lengths, strict=True) for t in row[:n]]
             assert set(used) <= set(ids[1:].tolist())
 
-    def penalize(self, batch: Batch, vocabulary: int, g: torch.Generator, paths: Paths) -> Any:
-        """Return logits that the kernel penalized, and those of the oracle."""
-        penalties = penalties_of(g, vocabulary)
-        logits = torch.randn(len(batch.slots), vocabulary, generator=g) * 3
-        logits[0, 1], logits[-1, 2] = torch.inf, -torch.inf
-        of_slots = [each.numpy() for each in penalties]
-        expected = [
-            penalized(row, path, [each[slot] for each in of_slots])
-            for row, path, slot in zip(
-                logits.numpy(), batch.expected, batch.slots.tolist(), strict=True
-            )
-        ]
-        found = logits.clone().to(self.device)
-        self.kernels.penalize(
-            found, batch.slots.to(self.device), self.on_device(paths), self.on_device(penalties)
+    def penalties(self, g: torch.Generator) -> Applied:
+        given = self.on_device(penalties_of(g, 2500))
+        return Applied(
+            2500,
+            lambda logits, slots, paths: self.kernels.penalize(logits, slots, paths, given),
+            lambda logits, slots, ids, local: apply_penalties(logits, slots, ids, local, *given),
         )
-        assert not self.same(found, logits)
-        return found, np.stack(expected)
 
-    @pytest.mark.parametrize("vocabulary", [37, 2500])
-    def test_tokens_of_the_path_are_penalized_like_output(self, vocabulary: int) -> None:
-        g, batch = self.random(4)
-        found, expected = self.penalize(batch, vocabulary, g, paths_from(batch.expected))
-        assert self.same(found, expected)
-
-    def test_other_paths_would_be_penalized_otherwise(self) -> None:
-        """Control of the test above."""
-        for other in ("before", "expected"):
-            g, batch = self.random(4)
-            none: list[list[int]] = [[] for _ in batch.slots]
-            paths = paths_from(batch.before if other == "before" else none)
-            assert not self.same(*self.penalize(batch, 37, g, paths))
-
-    def masked(
-        self, seed: int, *, before: bool = False, width: int = VOCABULARY
-    ) -> tuple[torch.Tensor, Any]:
-        """Return logits that the kernel masked, and those of the oracle. The kernel gets the first
-        ``width`` columns, and may not write beyond them."""
-        g, batch = self.random(seed)
-        texts = texts_of(g)
-        counts = torch.tensor([9, 0, 1, 40, 3, 7])
-        lengths = torch.randint(1, 5, (SLOTS, 40), generator=g)
-        words = torch.randint(VOCABULARY, (SLOTS, 200), generator=g).int()
+    def bad_words(self, g: torch.Generator) -> Applied:
+        lengths = torch.randint(1, 5, (SLOTS, WORDS), generator=g)
         offsets = torch.nn.functional.pad(lengths.cumsum(1), (1, 0)).int()
-        expected = torch.zeros(len(batch.slots), VOCABULARY)
-        for row, (slot, path) in enumerate(zip(batch.slots.tolist(), batch.expected, strict=True)):
-            prompt, total = int(texts.prompt_lens[slot]), int(texts.total_lens[slot])
-            output = texts.token_ids[slot, prompt:total].tolist() + path
-            for first, last in offsets[slot].unfold(0, 2, 1)[: counts[slot]].tolist():
-                *prefix, token = words[slot, first:last].tolist()
-                if token < width and (not prefix or output[-len(prefix) :] == prefix):
-                    expected[row, token] = -torch.inf
-        found = torch.zeros_like(expected).to(self.device)
-        self.kernels.mask_bad_words(
-            found[:, :width],
-            batch.slots.to(self.device),
-            self.on_device(paths_from(batch.before if before else batch.expected)),
-            self.on_device(BadWords(words, offsets, counts.int())),
-            self.on_device(texts),
-            40,
+        tokens = torch.randint(VOCABULARY, (SLOTS, 5 * WORDS), generator=g).int()
+        counts = torch.tensor([9, 0, 1, WORDS, 3, 7]).int()
+        words = self.on_device(BadWords(tokens, offsets, counts))
+        texts = self.on_device(texts_of(g))
+        mask = self.kernels.mask_bad_words
+        return Applied(
+            VOCABULARY,
+            lambda logits, slots, paths: mask(logits, slots, paths, words, texts, WORDS),
+            lambda logits, slots, ids, local: apply_bad_words(
+                logits, slots, *words, *texts, ids, local, WORDS
+            ),
         )
-        assert expected.isinf().any()
-        return found, expected
 
-    @pytest.mark.parametrize("seed", range(5))
-    def test_a_bad_word_may_end_in_the_path(self, seed: int) -> None:
-        assert self.same(*self.masked(seed))
+    def thinking_budget(self, g: torch.Generator) -> Applied:
+        texts = self.on_device(texts_of(g))
+        markers = (torch.tensor(each).int() for each in ([1], [2], [2, 3]))
+        budgets, last = torch.tensor([0, 1, 2, -1, 3, 1]).int(), torch.full((2, SLOTS), -1).int()
+        thoughts = self.on_device(Thoughts(budgets, *last, *markers))
+        none = torch.zeros(SLOTS, dtype=torch.int32, device=self.device)
+        force = self.kernels.force_thought_end
+        return Applied(
+            VOCABULARY,
+            lambda logits, slots, paths: force(logits, slots, paths, thoughts, texts),
+            lambda logits, slots, ids, local: apply_thinking_budget(
+                logits, slots.unique(), slots, thoughts.budgets, texts.token_ids,
+                texts.total_lens, ids, local, *thoughts[1:3], none, *thoughts[3:],
+            ),
+        )  # fmt: skip
 
-    def test_a_bad_word_that_ends_beyond_the_vocabulary_excludes_nothing(self) -> None:
-        found, expected = self.masked(2, width=3)
-        assert self.same(found, expected)
-        # Control: some words do end there.
-        assert not self.same(self.masked(2)[0], expected)
+    def both(
+        self, name: str, seed: int, *, chains: bool = False, before: bool = False, left_out: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what our kernel makes of the rows of trees, and what vLLM's makes of their chains.
 
-    def test_bad_words_would_end_elsewhere_on_other_paths(self) -> None:
-        """Control of the test above."""
-        assert not all(self.same(*self.masked(seed, before=True)) for seed in range(5))
-
-    def forced(
-        self, seed: int, *, before: bool = False, width: int = VOCABULARY
-    ) -> tuple[torch.Tensor, Any]:
-        """Return logits with forced tokens of the kernel, and those of the oracle; ``width`` is
-        that of `masked`."""
-        g, batch = self.random(4)
-        texts = texts_of(g)
-        start, end = ([[1], [2]], [[1, 2], [2]], [[3], [2, 1]])[seed % 3]
-        forced = [2, 1, 2][: 1 + seed % 3]
-        budgets = torch.tensor([0, 3, -1, 1, 2, 5])
-        lasts = torch.full((2, SLOTS), -1)
-        for slot in range(SLOTS):
-            committed = texts.token_ids[slot, : texts.total_lens[slot]].tolist()
-            lasts[:, slot] = torch.tensor([last_place(committed, each) for each in (start, end)])
-        expected = torch.zeros(len(batch.slots), VOCABULARY)
-        for row, (slot, path) in enumerate(zip(batch.slots.tolist(), batch.expected, strict=True)):
-            text = texts.token_ids[slot, : texts.total_lens[slot]].tolist() + path
-            begin, stop, budget = last_place(text, start), last_place(text, end), budgets[slot]
-            spent = len(text) - begin - len(start) >= budget >= 0
-            if begin > stop and spent:
-                done = [n for n in range(len(forced)) if text[len(text) - n :] == forced[:n]]
-                if forced[max(done)] < width:
-                    expected[row, forced[max(done)]] = 1e9
-        found = torch.zeros_like(expected).to(self.device)
-        markers = (torch.tensor(each).int() for each in (start, end, forced))
-        thoughts = Thoughts(budgets.int(), *lasts.int(), *markers)
-        self.kernels.force_thought_end(
-            found[:, :width],
-            batch.slots.to(self.device),
-            self.on_device(paths_from(batch.before if before else batch.expected)),
-            self.on_device(thoughts),
-            self.on_device(texts),
+        ``before``: our kernel gets the rows before in place of paths. It gets no logits of the last
+        ``left_out`` tokens, and may not write there.
+        """
+        g, batch = self.random(seed, chains=chains)
+        applied: Applied = getattr(self, name)(g)
+        logits = torch.randn(len(batch.slots), applied.vocabulary, generator=g) * 3
+        logits[0, 1], logits[-1, 2] = torch.inf, -torch.inf
+        roots = batch.ids[torch.arange(len(batch.slots)) - batch.local].tolist()
+        ids = [[root, *path] for root, path in zip(roots, batch.expected, strict=True)]
+        lengths = torch.tensor([len(each) for each in ids])
+        stock = logits.repeat_interleave(lengths, dim=0).to(self.device)
+        of_rows = (
+            batch.slots.repeat_interleave(lengths),
+            torch.tensor([token for each in ids for token in each]).int(),
+            torch.cat([torch.arange(int(length)) for length in lengths]).int(),
         )
-        return found, expected
+        applied.stock(stock, *(each.to(self.device) for each in of_rows))
+        found = logits.clone().to(self.device)
+        width = applied.vocabulary - left_out
+        paths = paths_from(batch.before if before else batch.expected)
+        applied.ours(found[:, :width], batch.slots.to(self.device), self.on_device(paths))
+        assert left_out or not torch.equal(found.cpu(), logits)
+        expected = stock.cpu()[lengths.cumsum(0) - 1]
+        expected[:, width:] = logits[:, width:]
+        return found.cpu(), expected
 
-    def test_a_thought_ends_where_the_path_spends_its_budget(self) -> None:
-        forced = [self.forced(seed) for seed in range(self.seeds)]
-        assert all(self.same(*each) for each in forced)
-        assert len({token for _, expected in forced for token in expected.argmax(1).tolist()}) > 1
+    @pytest.mark.parametrize("seed", range(1, 5))
+    @pytest.mark.parametrize("name", ["penalties", "bad_words", "thinking_budget"])
+    def test_a_row_gets_what_vllm_gives_to_the_end_of_its_chain(self, name: str, seed: int) -> None:
+        assert torch.equal(*self.both(name, seed))
+        assert torch.equal(*self.both(name, seed, chains=True))
 
-    def test_a_token_beyond_the_vocabulary_is_not_forced(self) -> None:
-        found, expected = self.forced(2, width=2)
-        assert self.same(found, expected)
-        # Control: such a token would be forced.
-        assert not self.same(self.forced(2)[0], expected)
-
-    def test_thoughts_would_end_elsewhere_on_other_paths(self) -> None:
+    @pytest.mark.parametrize("name", ["penalties", "bad_words", "thinking_budget"])
+    def test_rows_of_other_paths_would_get_something_else(self, name: str) -> None:
         """Control of the test above."""
-        found = [self.same(*self.forced(seed, before=True)) for seed in range(self.seeds)]
-        assert not all(found)
+        pairs = [self.both(name, seed, before=True) for seed in range(1, 5)]
+        assert not all(torch.equal(*each) for each in pairs)
+
+    @pytest.mark.parametrize("name", ["bad_words", "thinking_budget"])
+    def test_a_token_beyond_the_vocabulary_is_neither_excluded_nor_forced(self, name: str) -> None:
+        """Control: within it, it is."""
+        found, expected = self.both(name, 4, left_out=3)
+        assert torch.equal(found, expected)
+        assert not torch.equal(self.both(name, 4)[0], expected)
 
     def test_logits_of_another_type_are_refused(self) -> None:
         g, batch = self.random(4)
