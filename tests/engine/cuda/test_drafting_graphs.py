@@ -1,4 +1,4 @@
-"""Drafting in graphs of single forwards grows the trees of eager drafting with as many forwards.
+"""Drafting in graphs grows the trees of eager drafting, whatever drafts them.
 
 A graph is replaced by a call that runs again, as in `replays`.
 """
@@ -6,20 +6,14 @@ A graph is replaced by a call that runs again, as in `replays`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from draft_model import MOST, VOCAB
-from drafted_steps import (
-    NO_BATCH,
-    NO_STATES,
-    Make,
-    differing,
-    packed,
-    step,
-)
+from draft_model import MOST, VOCAB, Block, Draft, Head, Masked, MaskedHead
+from drafted_steps import NO_BATCH, NO_STATES, Drafting, Make, differing, packed, step
 
 from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, GrowthSettings
 from dyntree_kernels.cpu.growth import CompiledGrowth
@@ -30,28 +24,143 @@ from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.drafting import grow
 from dyntree_plugin.tree.plan import TreePlan
 
-PLAN = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive", lookup="off").resolve(7)
+SMALL: dict[str, Any] = {"width": 2, "children": 3, "node_budget": 7}
+ALONE = DynTreeOptions(**SMALL, max_depth=4, budget="adaptive", lookup="off")
+BESIDE_LOOK_UP = DynTreeOptions(**SMALL, max_depth=6, max_forwards=4)
+PLAN = ALONE.resolve(7)
 FORWARDS = len(PLAN.growing.widths)
-OF_BOTH = DynTreeOptions(max_depth=6, max_forwards=4, width=2, children=3).resolve(7)
-"""A plan with look-up beside the draft."""
 OF_LOOK_UP = DynTreeOptions(max_depth=6).resolve(7, draft=False)
+OF_BLOCK = {
+    "alone": ALONE.resolve(5, block=True),
+    "beside look-up": DynTreeOptions(**SMALL, max_depth=4).resolve(5, block=True),
+    "of one level": DynTreeOptions(max_depth=1, node_budget=3, lookup="off").resolve(5, block=True),
+}
+PLANS: dict[str, tuple[type[Draft], TreePlan]] = {
+    "look-up": (Draft, OF_LOOK_UP),
+    "draft": (Draft, PLAN),
+    "draft beside look-up": (Draft, BESIDE_LOOK_UP.resolve(7)),
+    "head": (Head, ALONE.resolve(7, head=True)),
+    "head beside look-up": (Head, BESIDE_LOOK_UP.resolve(7, head=True)),
+    **{
+        f"{model.__name__} {name}": (model, plan)
+        for model in (Block, Masked, MaskedHead)
+        for name, plan in OF_BLOCK.items()
+    },
+}
+"""Drafts and their plans. Block drafts of all kinds have one graph."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("plan", [PLAN, OF_BOTH, OF_LOOK_UP])
+def spoil_states_before_every_step(drafting: Drafting) -> None:
+    """Leave NaN where a head reads states that the step has not written, and where padding
+    reads."""
+    stock = drafting.player
+
+    def player(requests: torch.Tensor) -> Any:
+        for each in (drafting.states.given, drafting.states.own, drafting.states.root):
+            each.fill_(torch.nan)
+        return stock(requests)
+
+    drafting.player = player  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("model", "plan"), PLANS.values(), ids=PLANS)
 def test_any_number_of_forwards_grows_the_trees_of_eager_drafting(
-    draftings: Make, plan: TreePlan
+    draftings: Make, model: type[Draft], plan: TreePlan
 ) -> None:
-    made = draftings(plan=plan)
+    made = draftings(plan=plan, model=model)
+    if model is Head:
+        spoil_states_before_every_step(made[1])
     assert differing(made) == []
-    tree = made[0].trees
+    tree, shape = made[0].trees, plan.shape
     chains = torch.arange(MOST) == 3
     assert tree.counts[:MOST][~chains].min() > 0
-    assert tree.depths.max() >= (plan.shape.forwards or 4)
-    real = torch.arange(plan.shape.node_budget) < tree.counts[:MOST, None]
-    kinds = {DRAFT} if plan is PLAN else {DRAFT, LOOK_UP, BOTH} if plan is OF_BOTH else {LOOK_UP}
+    assert tree.depths.max() >= (shape.forwards or min(4, shape.max_depth))
+    real = torch.arange(shape.node_budget) < tree.counts[:MOST, None]
+    kinds = {DRAFT} if plan.has_draft else {LOOK_UP}
+    if plan.has_draft and shape.grafts:
+        kinds |= {BOTH} if shape.block else {BOTH, LOOK_UP}
     assert {*tree.kinds[:MOST][real].tolist()} >= kinds
+    if shape.block:
+        assert made[1].drafting.whole is not None
+        assert not made[1].drafting.runs
+
+
+Change = Callable[[pytest.MonkeyPatch, Any], None]
+
+
+def not_received(patch: pytest.MonkeyPatch, source: Any) -> None:
+    patch.setattr(source, "receive", lambda emitted, target: None)
+
+
+def reading(change: Callable[[Any, Any], object]) -> Change:
+    """Let ``change``, which gets the rows of a forward and the source, change the rows."""
+
+    def patched(patch: pytest.MonkeyPatch, source: Any) -> None:
+        stock = source.forward
+
+        def forward(rows: Any, *given: int) -> torch.Tensor:
+            change(rows, source)
+            found: torch.Tensor = stock(rows, *given)
+            return found
+
+        patch.setattr(source, "forward", forward)
+
+    return patched
+
+
+def expansions(head: Any) -> int:
+    """Return how many states a head has of each request."""
+    return int(head._states.own.shape[1])
+
+
+deeper = reading(lambda rows, _: rows.positions.add_(1))
+of_the_root = reading(
+    lambda rows, head: rows.above.copy_(rows.above // expansions(head) * expansions(head))
+)
+of_another_request = reading(lambda rows, head: rows.above.remainder_(expansions(head)))
+
+
+def without_the_last_state(patch: pytest.MonkeyPatch, source: Any) -> None:
+    """Keep nothing of what the last emitted token follows."""
+    block = source.reader._block
+    stock = block.keep
+
+    def keep(states: torch.Tensor, positions: torch.Tensor, slots: Any) -> None:
+        last = torch.isin(positions, source._memory.root_positions - 1)
+        stock(states, positions, slots.masked_fill(last, -1))
+
+    patch.setattr(block, "keep", keep)
+
+
+def other_masks(patch: pytest.MonkeyPatch, source: Any) -> None:
+    """Read an ordinary token in place of masks."""
+    text = source.reader
+    patch.setattr(text, "_masks", text._masks._replace(token=0))
+
+
+CHANGES: dict[str, tuple[str, Change]] = {
+    "head: states that are not received": ("head", not_received),
+    "head: the root's states": ("head", of_the_root),
+    "head: another request's states": ("head", of_another_request),
+    "block: states that are not received": ("Block alone", not_received),
+    "block: the next position": ("Block alone", deeper),
+    "block: no last state": ("Block alone", without_the_last_state),
+    "masks: the next position": ("Masked alone", deeper),
+    "masks: other tokens": ("Masked alone", other_masks),
+    "masks of a head: states that are not received": ("MaskedHead alone", not_received),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGES.values(), ids=CHANGES)
+def test_what_a_draft_reads_in_graphs_is_seen(
+    name: str, change: Change, draftings: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plan = PLANS[name]
+    made = draftings(plan=plan, model=model)
+    change(monkeypatch, made[1].source)
+    assert differing(made) != []
 
 
 def test_a_look_up_in_texts_that_are_captured_with_is_seen(draftings: Make) -> None:
@@ -61,9 +170,7 @@ def test_a_look_up_in_texts_that_are_captured_with_is_seen(draftings: Make) -> N
     assert differing(made) != []
 
 
-def test_trees_of_other_numbers_of_forwards_differ(
-    draftings: Make,
-) -> None:
+def test_trees_of_other_numbers_of_forwards_differ(draftings: Make) -> None:
     """Control: another number of forwards gives other trees."""
     eager = draftings()[0]
     with torch.inference_mode():
@@ -110,9 +217,7 @@ def test_what_does_not_outlive_its_graph_is_seen(draftings: Make) -> None:
     assert differing(draftings(Keeping)) != []
 
 
-def test_a_graph_of_another_number_of_forwards_is_seen(
-    draftings: Make,
-) -> None:
+def test_a_graph_of_another_number_of_forwards_is_seen(draftings: Make) -> None:
     made = draftings()
     of_all = made[1].drafting.finish[FORWARDS]
     made[1].drafting.finish = dict.fromkeys(range(1 + FORWARDS), of_all)
@@ -120,9 +225,7 @@ def test_a_graph_of_another_number_of_forwards_is_seen(
     assert {forwards for _, forwards in found} >= {*range(FORWARDS)}
 
 
-def test_growth_that_is_not_compiled_is_one_graph_of_every_forward(
-    draftings: Make,
-) -> None:
+def test_growth_that_is_not_compiled_is_one_graph_of_every_forward(draftings: Make) -> None:
     eager, of_graphs = draftings(None)
     fewest = (eager.graphs.fewest_forwards, of_graphs.graphs.fewest_forwards)
     assert fewest == (0, FORWARDS)
@@ -132,9 +235,7 @@ def test_growth_that_is_not_compiled_is_one_graph_of_every_forward(
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_without_a_tree_the_draft_reads_on_all_the_same(
-    draftings: Make,
-) -> None:
+def test_without_a_tree_the_draft_reads_on_all_the_same(draftings: Make) -> None:
     ran: list[list[int]] = []
     for drafting in draftings():
         stock = drafting.model._run_model

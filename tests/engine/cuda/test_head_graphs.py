@@ -1,11 +1,10 @@
-"""A head drafts the same trees in graphs as eagerly: hidden states pass from one to the next.
+"""The target's states reach the graphs of a head's catch-up, with few copies.
 
 A graph is replaced by a call that runs again, as in `replays`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,47 +19,16 @@ from drafted_steps import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP
 from dyntree_plugin.engine.cuda.graphs import RequestGraphs
-from dyntree_plugin.engine.drafts.head import TargetHead
 from dyntree_plugin.engine.step.catch_up import CatchUp
 from dyntree_plugin.engine.step.records import Emitted, TargetStates
-from dyntree_plugin.engine.step.rows import TreeRows
 from dyntree_plugin.options.options import DynTreeOptions
-from dyntree_plugin.tree.plan import TreePlan
 
 PLAN = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive", lookup="off").resolve(
     7, head=True
 )
-OF_BOTH = DynTreeOptions(max_depth=6, max_forwards=4, width=2, children=3).resolve(7, head=True)
-"""A plan with look-up beside the head."""
-PLANS = [PLAN, OF_BOTH]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def spoil_states_before_every_step(drafting: Drafting) -> None:
-    """Leave NaN where a step reads states that it has not written, and where padding reads."""
-    stock = drafting.player
-
-    def player(requests: torch.Tensor) -> Any:
-        for each in (drafting.states.given, drafting.states.own, drafting.states.root):
-            each.fill_(torch.nan)
-        return stock(requests)
-
-    drafting.player = player  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_graphs_grow_the_trees_of_eager_drafting(draftings: Make, plan: TreePlan) -> None:
-    made = draftings(plan=plan)
-    spoil_states_before_every_step(made[1])
-    assert differing(made) == []
-    tree = made[0].trees
-    assert tree.depths.max() == 4
-    real = torch.arange(plan.shape.node_budget) < tree.counts[:MOST, None]
-    kinds = {*tree.kinds[:MOST][real].tolist()}
-    assert kinds >= ({DRAFT} if plan is PLAN else {DRAFT, LOOK_UP, BOTH})
 
 
 def test_batches_that_got_fewer_tokens_than_a_graph_has_columns_are_served(
@@ -136,58 +104,3 @@ def test_what_verification_and_the_targets_graphs_leave_is_not_copied(
     )  # fmt: skip
     copies(made, MOST, many)
     assert copies(made, MOST, many) > 2
-
-
-Change = Callable[[pytest.MonkeyPatch, TargetHead], None]
-
-
-def not_received(patch: pytest.MonkeyPatch, head: TargetHead) -> None:
-    patch.setattr(head, "receive", lambda emitted, target: None)
-
-
-def a_stale_column(patch: pytest.MonkeyPatch, head: TargetHead) -> None:
-    """Keep the states that the first forward's column had before."""
-    stock = head.forward
-
-    def forward(rows: TreeRows, requests: int, first: int) -> torch.Tensor:
-        before = head._states.own[:, 1].clone()
-        logits = stock(rows, requests, first)
-        if first == 1:
-            head._states.own[:, 1] = before
-        return logits
-
-    patch.setattr(head, "forward", forward)
-
-
-def of_the_root(patch: pytest.MonkeyPatch, head: TargetHead) -> None:
-    """Let every row read the states of its request's root."""
-    stock = head.forward
-
-    def forward(rows: TreeRows, requests: int, first: int) -> torch.Tensor:
-        expansions = head._states.own.shape[1]
-        rows.above.copy_(rows.above // expansions * expansions)
-        return stock(rows, requests, first)
-
-    patch.setattr(head, "forward", forward)
-
-
-def of_another_request(patch: pytest.MonkeyPatch, head: TargetHead) -> None:
-    stock = head.forward
-
-    def forward(rows: TreeRows, requests: int, first: int) -> torch.Tensor:
-        rows.above.remainder_(head._states.own.shape[1])
-        return stock(rows, requests, first)
-
-    patch.setattr(head, "forward", forward)
-
-
-CHANGES = [not_received, a_stale_column, of_the_root, of_another_request]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_other_states_are_seen(
-    change: Change, draftings: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = draftings()
-    change(monkeypatch, made[1].source)  # type: ignore[arg-type]
-    assert differing(made) != []

@@ -9,21 +9,16 @@ import pytest
 import torch
 from draft_model import MOST, VOCAB
 from drafted_steps import Make, differing, packed
+from test_drafting_graphs import PLANS
 
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.paths import Paths
 from dyntree_plugin.engine.cuda import captured_logits
 from dyntree_plugin.engine.cuda.captured import RankedReplay, Replay
 from dyntree_plugin.engine.step.growth_stages import Eager
-from dyntree_plugin.options.options import DynTreeOptions
-from dyntree_plugin.tree.plan import TreePlan
 
-PLAN = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive", lookup="off").resolve(7)
-OF_BOTH = DynTreeOptions(max_depth=6, max_forwards=4, width=2, children=3).resolve(7)
-OF_HEAD = DynTreeOptions(max_depth=4, width=2, children=3, lookup="off").resolve(7, head=True)
-OF_BLOCK = DynTreeOptions(max_depth=4, width=2, children=3, node_budget=7, lookup="off").resolve(
-    5, block=True
-)
+PLAN = PLANS["draft"][1]
+RANKED = ("draft", "draft beside look-up", "head", "Block alone")
 
 
 class Ranking:
@@ -49,11 +44,10 @@ class Ranking:
         return found
 
 
-@pytest.mark.parametrize(
-    "plan", [PLAN, OF_BOTH, OF_HEAD, OF_BLOCK], ids=["draft", "both", "head", "block"]
-)
-def test_ranked_graphs_grow_the_trees_of_eager_drafting(draftings: Make, plan: TreePlan) -> None:
+@pytest.mark.parametrize("name", RANKED)
+def test_ranked_graphs_grow_the_trees_of_eager_drafting(draftings: Make, name: str) -> None:
     """Control: without ranking, the graphs grow other trees."""
+    _, plan = PLANS[name]
     rankings = Ranking(spared=1), Ranking(spared=1)
     made = draftings(plan=plan, rankings=rankings)
     kinds = [{type(each.player(packed([slot]))) for slot in (0, 1)} for each in made]
