@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from typing import Any
 
 from dyntree_plugin.secrets import hidden
@@ -15,7 +16,7 @@ def from_json(text: str) -> Any:
         ValueError: quoting the text, or naming the key.
     """
     try:
-        return json.loads(text, object_pairs_hook=_single_keys)
+        return json.loads(text, object_pairs_hook=single_keys)
     except json.JSONDecodeError as error:
         raise ValueError(f"{hidden(text)!r} is not JSON: {error}") from None
     except RecursionError:
@@ -37,11 +38,16 @@ def object_of(option: str, value: str) -> dict[str, Any]:
     return found
 
 
-def _single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs, for `json.loads`.
+
+    Raises:
+        ValueError: naming a key that is given twice.
+    """
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            both = [hidden({key: each})[key] for each in (found[key], value)]
-            raise ValueError(f"key {key!r} is given twice, with {both[0]!r} and {both[1]!r}")
+            both = [reprlib.repr(hidden({key: each})[key]) for each in (found[key], value)]
+            raise ValueError(f"key {key!r} is given twice, with {both[0]} and {both[1]}")
         found[key] = value
     return found

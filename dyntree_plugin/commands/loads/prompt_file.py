@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dyntree_plugin.commands.loads.requests import Request
 from dyntree_plugin.commands.paths import read_text
+from dyntree_plugin.strict_json import single_keys
 
 FIELDS = ("prompt", "text", "question", "turns")
 """Fields of a JSONL line that may have the prompt. ``turns``, as in Spec-Bench, is a list, whose
@@ -33,9 +34,11 @@ def lines(path: Path) -> list[Request]:
 
 def _request(line: str, where: str) -> Request:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        value = json.loads(line, object_pairs_hook=single_keys)
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be a JSON object with the prompt")
     given = next((value[name] for name in FIELDS if name in value), None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dyntree_plugin.commands.loads import chat as chats
-from dyntree_plugin.commands.loads.prompt_file import lines
+from dyntree_plugin.commands.loads.prompt_file import SAMPLING, lines
 
 FEWEST = 8
 """Prompts of each kind: to learn from, and to measure with."""
@@ -39,10 +39,17 @@ def read(path: Path, tokenizer: Any, most: int, held_out: int, seed: int, *, cha
     With ``chat`` each prompt becomes a user's message in the model's chat template.
 
     Raises:
-        ValueError: if the file or a line of it is invalid. A prompt must have 1 to ``most``
-            tokens.
+        ValueError: if the file or a line of it is invalid, or has sampling parameters. A prompt
+            must have 1 to ``most`` tokens.
     """
-    texts = [str(request.prompt) for request in lines(path)]
+    requests = lines(path)
+    for number, request in enumerate(requests, start=1):
+        if request.sampling:
+            raise ValueError(
+                f"--prompts {str(path)!r}: prompt {number} has {SAMPLING}, which is for dyntree "
+                "bench serve: leave it out, and give --temperature"
+            )
+    texts = [str(request.prompt) for request in requests]
     if len(texts) < FEWEST + held_out:
         raise ValueError(
             f"--prompts {str(path)!r} has {len(texts)} prompts: it must have at least {FEWEST}, "

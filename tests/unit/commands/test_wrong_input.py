@@ -67,6 +67,8 @@ tune MODELS --prompts longer.jsonl --output out → prompt 81 has
 tune MODELS --prompts ok.jsonl --output out --head eagle3 --adapter 4 → goes without --adapter
 tune MODELS --prompts ok.jsonl --output out --draft-layers 1 → --draft-layers goes without --draft
 tune MODELS --prompts ok.jsonl --output out --chat → must have a chat template
+tune MODELS --prompts twice.jsonl --output out → key 'prompt' is given twice, with 'a' and 'b'
+tune MODELS --prompts sampled.jsonl --output out → prompt 1 has sampling, which is for dyntree bench
 tune MODELS --prompts ok.jsonl --output out --rows 17 → --rows 17 must be at most 16, the number
 tune MODELS --prompts ok.jsonl --output empty.txt → 'empty.txt' is a file: give a folder
 tune MODELS --prompts ok.jsonl --output out --max-tokens 3000 → leave no room for a prompt
@@ -77,6 +79,7 @@ bench serve --prompts long.jsonl --batch 1 → no prompt of 'long' has 1 to 1967
 bench serve --max-tokens 5000 → no prompt of 'held-out code' has 1 to -2969 tokens, which the
 bench serve --output /proc/r.json → --output '/proc/r.json' cannot be written
 bench serve --prompts text.jsonl → --prompts 'text.jsonl', line 1 is not JSON
+bench serve --prompts twice.jsonl → key 'prompt' is given twice, with 'a' and 'b'
 bench serve --prompts number.jsonl → --prompts 'number.jsonl', line 1 must be a JSON object
 bench serve --prompts "vllm:'" → cannot be split into flags: No closing quotation
 bench serve --num-prompts 100000 → --num-prompts, or the largest --batch: count=100000
@@ -152,6 +155,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "other.jsonl": b'{"other": 1}\n' * 80,
         "blank.jsonl": b'{"prompt": ""}\n' * 80,
         "longer.jsonl": b'{"prompt": "a"}\n' * 80 + b'{"prompt": "%s"}\n' % (b"x = 1" * 2000),
+        "sampled.jsonl": b'{"prompt": "a", "sampling": {"top_k": 2}}\n' * 80,
+        "twice.jsonl": b'{"prompt": "a", "prompt": "b"}\n',
         "half.jsonl": b'{"prompt": "\\ud800"}\n' * 80,
         "object.json": b"{}",
         "trace.txt": b"{}",
