@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from dyntree_plugin.admission import reasons
 from dyntree_plugin.commands.loads import counts
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.runs import Run, latencies_ms
@@ -47,7 +48,7 @@ def main(
 
             served = Served(LLM(**timed(arguments)))
     except ValueError as error:
-        connection.send((REFUSED, str(error)))
+        connection.send((REFUSED, "\n".join(reasons.of(error))))
         return
     except BaseException:
         connection.send((FAILED, traceback.format_exc()))

@@ -148,6 +148,14 @@ def test_the_signal_that_ended_an_engine_is_named(tmp_path: Path) -> None:
                 call()
 
 
+def test_a_value_that_vllm_refuses_is_told_in_a_line(tmp_path: Path) -> None:
+    code = "import pydantic; pydantic.create_model('Config', size=int)(size='many')"
+    with started(tmp_path, partial(exec, code)) as process:
+        told = "size: Input should be a valid integer, unable to parse string as an integer"
+        with pytest.raises(ValueError, match=f"^{ENGINE.name}: {told}$"):
+            process.wait()
+
+
 def test_an_engine_whose_own_process_outlives_it_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
