@@ -8,13 +8,13 @@ import numpy as np
 
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
 from dyntree_plugin.tree.budget.choice import DraftingChoice, best_drafting, node_buckets
-from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds
+from dyntree_plugin.tree.budget.row_cost import OPTIMISM, TRIED_EVERY, RowCost, StepSeconds
 from dyntree_plugin.tree.budget.worth import FIRST_TREES, ForwardSeconds, TreeWorth
 
 FORWARDS = "dyntree_forwards"
 """Attribute of a SchedulerOutput: the most draft forwards after the catch-up."""
 
-TRIED_EVERY = 64
+FURTHER_EVERY = 64
 """Once in this many steps, draft about twice as far as seems best, and at least two forwards, to
 learn what that is worth. That costs less than one step in as many."""
 
@@ -61,9 +61,10 @@ class NodeBuckets:
             return DraftingChoice(self._most, self.sizes[-1])
         # A choice looks no further: a kernel that is faster with more rows has up to twice as many.
         most = 2 * requests * (1 + self.sizes[-1])
-        given = (requests, self._cost.seconds(most, self._context), seconds)
+        optimism = OPTIMISM if self._lookups % TRIED_EVERY == TRIED_EVERY - 1 else 0.0
+        given = (requests, self._cost.seconds(most, self._context, optimism), seconds)
         best = best_drafting(worth, *given, self.sizes, range(self._fewest, 1 + self._most))
-        if self._lookups % TRIED_EVERY:
+        if self._lookups % FURTHER_EVERY:
             return best
         further = min(self._most, 2 * best.forwards + 2)
         some = 1 if self.sizes[0] == 0 else 0

@@ -12,7 +12,13 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from dyntree_plugin.engine.step.clock import DRAFTING
 from dyntree_plugin.tree.budget.chains import ChainLimits, expected_tokens
 from dyntree_plugin.tree.budget.choice import best_cut, frontier_gain
-from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds, followed
+from dyntree_plugin.tree.budget.row_cost import (
+    OPTIMISM,
+    TRIED_EVERY,
+    RowCost,
+    StepSeconds,
+    followed,
+)
 from dyntree_plugin.tree.budget.worth import ForwardSeconds, ForwardShares
 
 STEP = 0.1
@@ -21,11 +27,6 @@ FIRST_FORWARD_SECONDS = 1e-3
 """Seconds of a draft forward and its growth, until measured."""
 FIRST_OUTSIDE_SECONDS = 2e-3
 """Seconds of a step outside of its stages, in vLLM's scheduler and engine, until measured."""
-TRIED_EVERY = 8
-"""Once in this many steps, costs count as `OPTIMISM` standard deviations less, so that rows are
-tried of which little is known, and forwards that earned little are made again. Where the costs are
-known, that choice is hardly another."""
-OPTIMISM = 2.0
 
 
 class TreeBudget:
@@ -138,7 +139,8 @@ class TreeBudget:
 
     @property
     def _tries(self) -> bool:
-        """Whether the next step tries what may be better than is known."""
+        """Whether the next step tries rows that may be cheaper than is known, and forwards that
+        earned little."""
         return self._steps % TRIED_EVERY == TRIED_EVERY - 1
 
     def drafting_pays(self, frontier: torch.Tensor) -> bool:
@@ -218,4 +220,4 @@ def _next_row_seconds(rows: int, curve: np.ndarray) -> float:
     Kernels take rows by the block, so that the cost of a single row says little.
     """
     more = min(2 * rows, len(curve) - 1)
-    return float((curve[more] - curve[rows]) / max(more - rows, 1))
+    return max(float((curve[more] - curve[rows]) / max(more - rows, 1)), 0.0)

@@ -25,6 +25,9 @@ KEPT = 1 - 1 / 500
 OUTLIER = 3.0
 """An observation counts as this many standard deviations at most: an interrupted step moves the
 estimate little, and one of rows that nobody knows moves it far."""
+TRIED_EVERY = 8
+"""Once in this many steps, costs count as `OPTIMISM` standard deviations less, to try rows."""
+OPTIMISM = 2.0
 FINE = 1.08
 """Ratio of the numbers of rows between which the correction is constant, from 13 rows on."""
 
@@ -101,19 +104,19 @@ class RowCost:
     def seconds(
         self, most: int | None = None, context: float = 0.0, optimism: float = 0.0
     ) -> np.ndarray:
-        """Return the seconds by rows, from 0 (as 1) up to ``most`` or all; they never fall.
+        """Return the seconds by rows, from 0 (as 1) up to ``most`` or all.
 
-        ``context``: as in `observe`. ``optimism``: standard deviations by which each number of rows
-        may cost less, beyond those of the number that is known best.
+        They never fall without ``optimism``: standard deviations by which a number of rows may cost
+        less, beyond those of the number that is known best. A well-known number does not become
+        cheaper by an unknown larger one. ``context``: as in `observe`.
         """
         end = None if most is None else most + 1
-        correction = self._mean
-        if optimism:
-            variance = np.diag(self._covariance)
-            correction = correction - optimism * np.sqrt(variance - variance.min())
         measured = self._measured[:end] + self._of_position * context * self._all[:end]
-        curve = measured * np.exp(correction[self._place[:end]])
+        curve = measured * np.exp(self._mean[self._place[:end]])
         least: np.ndarray = np.minimum.accumulate(curve[::-1])[::-1]
+        if optimism:
+            variance = np.diag(self._covariance)[self._place[:end]]
+            least *= np.exp(-optimism * np.sqrt(variance - variance.min()))
         return least
 
 

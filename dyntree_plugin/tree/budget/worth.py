@@ -13,7 +13,7 @@ from dyntree_plugin.tree.budget.row_cost import MEMORY, followed
 
 STEP = 0.1
 """Weight of a step in averages."""
-FIRST_TREES = 32
+FIRST_TREES = 16
 """Trees to draft with the most forwards before their worth decides anything."""
 
 
