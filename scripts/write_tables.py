@@ -221,7 +221,6 @@ REASONS = {
     "is_hybrid, quantization": "recurrent layers with quantised weights",
     "is_mm_prefix_lm": "images that see each other both ways",
     "kv_cache_dtype, use_gemma4_mtp": "assistant with an FP8 cache",
-    "method, tensor_parallel_size": "block draft on several ranks",
     "uses_mrope, architecture": "class with M-RoPE",
     "uses_mrope": "M-RoPE",
     "use_mla": "latent attention",

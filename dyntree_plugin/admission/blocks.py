@@ -81,11 +81,8 @@ BLOCK_REFUSALS = (
         "a block draft was not compared yet on such targets; use a target without latent attention "
         "and M-RoPE, or another draft",
     ),
-    *_BLOCK.uncompared(
-        "tensor_parallel_size", "pipeline_parallel_size", "dtype", "enable_lora",
-        "kv_transfer_config",
-    ),
-)  # fmt: skip
+    *_BLOCK.uncompared("pipeline_parallel_size", "dtype", "enable_lora", "kv_transfer_config"),
+)
 """Checks of ``VllmConfig``."""
 
 _QUANTISED = Refusal(

@@ -17,9 +17,6 @@ class _Row(NamedTuple):
 
 
 _OPTIONS = {
-    "tensor_parallel_size": _Row(
-        lambda c: c.parallel_config.tensor_parallel_size, lambda ranks: ranks > 1, "set it to 1"
-    ),
     "pipeline_parallel_size": _Row(
         lambda c: c.parallel_config.pipeline_parallel_size, lambda stages: stages > 1, "set it to 1"
     ),

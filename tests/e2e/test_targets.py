@@ -94,14 +94,14 @@ def _windows(model: Path, kind: str) -> Engines:
     nan = {"null_block_of_nan": Run(LONG.requests, sabotage="null_block_of_nan")}
     look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | of | TIGHT
     moved = _broken(LONG, ["without_window", "edge_by_row", "without_kv_move"])
-    blocks = {"num_gpu_blocks_override": 24}
+    blocks, block = {"num_gpu_blocks_override": 24}, _block(model, "DFlash")
     return {
         "plain": (plain, _sound(LONG)),
         "draft": (draft, _sound(LONG, "again") | broken | nan),
-        "block": (_block(model, "DFlash") | TIGHT | blocks, _sound(LONG, "again") | moved | nan),
+        "block": (block | TIGHT | blocks, _sound(LONG, "again") | moved | nan),
         "look-up": (look_up, _sound(LONG, "again")),
         "one group": (draft | {"disable_hybrid_kv_cache_manager": True}, _sound(LONG)),
-        **_split(draft, LONG),
+        **_split(block if kind == "laguna" else draft, LONG),
         **_in_half(plain, draft, ["without_kv_move"]),
         **with_adapters(plain, draft),
     }
@@ -276,7 +276,7 @@ KINDS = {
     "gpt_oss": Kind(_windows, ("draft", "block"), ("look-up", "one group", *_SPLIT)),
     "gemma3_text": Kind(_windows, slow=("draft", "look-up", "one group", "adapters")),
     "mistral": Kind(_windows, slow=("draft", "look-up", "one group")),
-    "laguna": Kind(_windows, slow=("look-up", "block")),
+    "laguna": Kind(_windows, slow=("look-up", "block", "two ranks")),
     "gemma4_text": Kind(_shared_caches, ("look-up", "module")),
     "nemotron_h": Kind(
         _recurrent,

@@ -125,7 +125,6 @@ def test_other_drafts_are_refused(
 
 
 UNCOMPARED: list[tuple[str, Any, str]] = [
-    ("parallel_config.tensor_parallel_size", 2, "tensor_parallel_size=('dflash', 2)"),
     ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size=('dflash', 2)"),
     ("speculative_config.draft_model_config.quantization", "fp8", "quantization='fp8'"),
     ("model_config.dtype", torch.float16, "dtype=('dflash', 'float16')"),
