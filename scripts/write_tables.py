@@ -30,31 +30,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 
-def _speed(name: str) -> str:
-    """Show every cell of a result, with half of the range over the rounds, in one table."""
-    result = read(RESULTS / f"{name}.json")
-    columns = {f"T {c.temperature:g}, batch {c.batch}": rows(result, c) for c in result.cells()}
-    lines = [f"| tokens/step, ms/token, tokens/s | {' | '.join(columns)} |"]
-    lines.append("|---|" + "---:|" * len(columns))
-    for engine in result.engines:
-        found = (_row_of(each, engine.name) for each in columns.values())
-        lines.append(f"| {engine.name} | {' | '.join(map(_figures, found))} |")
-    return "\n".join(lines)
-
-
-def _row_of(found: Iterable[Row], engine: str) -> Row | None:
-    return next((row for row in found if row.series.engine == engine), None)
-
-
-def _figures(row: Row | None) -> str:
-    if row is None:
-        return table.NONE
-    return (
-        f"{row.tokens_per_step or 1:.2f}, {table.with_spread(row.tpot_ms)}, "
-        f"{row.tokens_per_second.median:.1f}"
-    )
-
-
 def _speed_ups(name: str) -> str:
     """Compare engines by their times per token alone, in one table of all cells.
 
@@ -134,24 +109,6 @@ def _emitted(row: Row) -> tuple[float, float]:
 
 def _with_error(value: float, error: float) -> str:
     return f"{value:.2f} ± {error:.2f}" if error else f"{value:.2f}"
-
-
-def _by_requests(*files: str) -> str:
-    """Compare the tokens per step of engines, a row for each kind of requests and temperature."""
-    lines: list[str] = []
-    for result in (read(RESULTS / f"{name}.json") for name in files):
-        engines = [*result.engines]
-        if not lines:
-            lines.append("| | | " + " | ".join(e.name for e in engines) + " | × best chain |")
-            lines.append("|---|---|" + "---:|" * (1 + len(engines)))
-        for cell in dict.fromkeys(series.cell for series in result.series):
-            found = {row.series.engine: row.tokens_per_step or 0.0 for row in rows(result, cell)}
-            best = max(found.get(e.name, 0.0) for e in engines if e.kind == "chain")
-            tree = next(found[e.name] for e in engines if e.kind == "dynamic tree")
-            values = " | ".join(f"{found[e.name]:.2f}" if e.name in found else "–" for e in engines)
-            name = f"{cell.prompts} | {cell.temperature:g}"
-            lines.append(f"| {name} | {values} | {tree / best:.2f} |")
-    return "\n".join(lines)
 
 
 def _peers() -> str:
@@ -328,31 +285,9 @@ TABLES: dict[str, Callable[[], str]] = {
             "gpu": "serve-gpu-1b-h200",
         }.items()
     },
-    "serve": lambda: _speed("serve-llama-1b"),
     "peers": _peers,
-    "serve_zen5": lambda: _speed("serve-llama-1b-zen5"),
-    "serve_zen5_chains": lambda: _speed("serve-llama-1b-zen5-chains"),
-    "tokens_block": lambda: _tokens_per_step("tokens-block"),
-    "tokens_block_chains": lambda: _tokens_per_step("tokens-block-chains"),
-    "tokens_drawn_chain": lambda: _tokens_per_step("tokens-drawn-chain-of-8"),
-    "serve_block_chains": lambda: _speed("serve-llama-1b-block-chains"),
-    "serve_block_chains_64": lambda: _speed("serve-llama-1b-block-chains-64"),
-    "serve_drawn": lambda: _speed("serve-llama-1b-drawn"),
-    "serve_drawn_16": lambda: _speed("serve-llama-1b-drawn-16"),
-    "serve_head": lambda: _tokens_per_step("tokens-eagle3"),
     "head_drawn_trees": lambda: _tokens_per_step("tokens-eagle3-chains", "tokens-eagle3-trees"),
-    "tokens_drawn": lambda: _tokens_per_step("tokens-drawn"),
-    "serve_block_draft": lambda: _tokens_per_step("tokens-dflash"),
-    "speed_block_draft": lambda: _speed("serve-llama-1b-dflash"),
-    "serve_head_1b": lambda: _speed("serve-llama-1b-eagle3"),
     "recipes": _recipes,
-    "requests": lambda: _by_requests("requests-cpu", "requests-penalty-cpu"),
-    "requests_drawn": lambda: _by_requests("requests-drawn-cpu"),
-    "serve_offload": lambda: _speed("serve-llama-1b-offload"),
-    "serve_gpu": lambda: _speed("serve-gpu-1b-h200"),
-    "tokens_offload": lambda: _tokens_per_step("tokens-offload"),
-    "serve_look_up": lambda: _speed("serve-llama-1b-look-up"),
-    "serve_recurrent": lambda: _speed("serve-granite-h-1b"),
     "real": lambda: report.table(json.loads((RESULTS / "real-cpu.json").read_text())["series"]),
 }
 
