@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import nan
 from statistics import median
+from typing import Any
 
 from dyntree_plugin.commands.bench.chains import kind_of
 from dyntree_plugin.commands.bench.results import Cell, Result, Series
 from dyntree_plugin.commands.loads.runs import Run
+from dyntree_plugin.options.options import NAMESPACE
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,34 @@ def best_chain(result: Result, cell: Cell) -> Series | None:
 def best_tree(result: Result, cell: Cell) -> Series | None:
     """Return the tree with the least time per token."""
     return _fastest(s for name, s in result.of(cell).items() if "tree" in result.engine(name).kind)
+
+
+def best_fixed(result: Result, cell: Cell, engine: str) -> Series | None:
+    """Return the fastest tree with a fixed budget and the same promise as adaptive ``engine``.
+
+    None if its own budget is fixed, or there is none.
+    """
+    asked = _asked(result, engine)
+    if asked is None or asked.get("budget") == "fixed":
+        return None
+
+    def fits(other: Mapping[str, Any] | None) -> bool:
+        return (
+            other is not None
+            and other.get("budget") == "fixed"
+            and other.get("exactness") == asked.get("exactness")
+        )
+
+    return _fastest(s for name, s in result.of(cell).items() if fits(_asked(result, name)))
+
+
+def _asked(result: Result, engine: str) -> Mapping[str, Any] | None:
+    """Return the options of a tree that grows anew in each step; None for other engines."""
+    found = result.engine(engine)
+    if found.kind != "dynamic tree":
+        return None
+    options: Mapping[str, Any] = found.arguments.get("additional_config", {}).get(NAMESPACE, {})
+    return options
 
 
 def _fastest(series: Iterable[Series]) -> Series | None:

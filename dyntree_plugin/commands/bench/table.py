@@ -10,9 +10,11 @@ from dyntree_plugin.commands.bench.summary import (
     Row,
     Spread,
     best_chain,
+    best_fixed,
     fallback_shares,
     is_longest,
     of_single_tokens,
+    speed_up,
 )
 
 NONE = "–"
@@ -61,6 +63,9 @@ def remarks(result: Result, cell: Cell) -> Iterator[str]:
         more = ", the longest of its kind: a longer one may be better still" if longest else ""
         yield f"The best chain here is the {best.engine}{more}."
     for name, series in result.of(cell).items():
+        if fixed := best_fixed(result, cell, name):
+            ratio = with_spread(speed_up(series, fixed))
+            yield f"{name}: {ratio} × the best fixed budget, {fixed.engine}."
         if of_single_tokens(series):
             yield f"{name}: answers of one token show no time per token."
         if shares := fallback_shares(series):

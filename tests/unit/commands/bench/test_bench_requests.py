@@ -206,6 +206,40 @@ def test_the_table_says_in_how_many_steps_a_tree_was_a_chain_and_why() -> None:
     ]
 
 
+@pytest.mark.parametrize("promise", [None, "distribution"])
+def test_an_adaptive_budget_is_compared_with_the_best_fixed_one_of_its_promise(
+    promise: str | None,
+) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "adaptive": {"exactness": promise} if promise else {},
+        "fixed 4": {"budget": "fixed", "exactness": promise} if promise else {"budget": "fixed"},
+        "fixed 8": {"budget": "fixed"},
+        "fixed 32": {"budget": "fixed", "exactness": "distribution"},
+    }
+    times = {
+        "adaptive": 3.0,
+        "fixed 4": 6.0,
+        "fixed 8": 1.5 if not promise else 0.1,
+        "fixed 32": 9.0,
+    }
+    result = Result(
+        provenance={}, settings={}, notes=[],
+        engines=[
+            Engine(
+                name=name, kind="dynamic tree", budget=8,
+                arguments={"additional_config": {"dyntree": given}},
+            )
+            for name, given in options.items()
+        ],
+        series=[
+            Series(engine=name, cell=CELL, runs=[run_of(0, 2).model_copy(update={"tpot_ms": time})])
+            for name, time in times.items()
+        ],
+    )  # fmt: skip
+    ratio, best = ("2.00", "fixed 4") if promise else ("0.50", "fixed 8")
+    assert [*table.remarks(result, CELL)] == [f"adaptive: {ratio} × the best fixed budget, {best}."]
+
+
 def grown_of(page: str, before: tuple[int, ...], after: tuple[int, ...]) -> Counters:
     """Return how the counters of a page grow from these values to others."""
     pages = (text_string_to_metric_families(page % values) for values in (before, after))
