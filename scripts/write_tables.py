@@ -175,7 +175,6 @@ def _body(path: Path, name: str) -> str:
 
 REASONS = {
     "is_hybrid, architecture": "class of recurrent target",
-    "is_hybrid, quantization": "recurrent layers with quantised weights",
     "is_mm_prefix_lm": "images that see each other both ways",
     "kv_cache_dtype, use_gemma4_mtp": "assistant with an FP8 cache",
     "uses_mrope, architecture": "class with M-RoPE",

@@ -1,8 +1,9 @@
-"""Models of the embedded pair with quantised weights, written as the usual tools write them."""
+"""Models with quantised weights, written as the usual tools write them."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,9 @@ GROUP = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _IN_ORDER = tuple(range(8))
 _FP8 = torch.float8_e4m3fn
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_OF_INPUTS = 448 * 6 / 64.0
+"""A static scale of NVFP4 inputs, of which the largest is 64."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -39,7 +43,7 @@ def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | Non
         "quant_method": "compressed-tensors",
         "format": form,
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "re:.*(mtp|visual|experts|mlp\\.gate|in_proj_(a|b|ba))(\\.|$).*"],
         "config_groups": {"group_0": group},
     }
 
@@ -56,6 +60,11 @@ def _of_channel(kind: str) -> dict[str, Any]:
 
 def _of_token(kind: str) -> dict[str, Any]:
     return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def _of_16(**more: Any) -> dict[str, Any]:
+    group = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": 16}
+    return group | {"strategy": "tensor_group", "dynamic": False} | more
 
 
 def _packed(values: torch.Tensor, order: tuple[int, ...] = _IN_ORDER) -> torch.Tensor:
@@ -112,6 +121,23 @@ def _int8(weight: torch.Tensor) -> Tensors:
     return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
 
 
+def _nvfp4(weight: torch.Tensor) -> Tensors:
+    """The scales of 16 inputs are in FP8, and the input's, which is static, is larger than any."""
+    groups = weight.unflatten(1, (-1, 16))
+    largest = groups.abs().amax(dim=2).clamp(min=1e-8)
+    of_all = 448 * 6 / largest.max()
+    scales = (largest / 6 * of_all).to(_FP8)
+    units = groups * of_all / scales.float().clamp(min=1e-8)[:, :, None]
+    values = (units.abs()[..., None] - torch.tensor(_E2M1)).abs().argmin(dim=3)
+    values = (values + 8 * (units < 0)).flatten(1).to(torch.uint8)
+    return {
+        "weight_packed": values[:, ::2] | values[:, 1::2] << 4,
+        "weight_scale": scales,
+        "weight_global_scale": of_all[None],
+        "input_global_scale": torch.tensor([_OF_INPUTS]),
+    }
+
+
 def _float8_of_channels(weight: torch.Tensor) -> Tensors:
     scale = (weight.abs().amax(dim=1, keepdim=True) / torch.finfo(_FP8).max).clamp(min=1e-8)
     return {"weight": (weight / scale).to(_FP8), "weight_scale": scale}
@@ -140,6 +166,10 @@ FORMATS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
         _int8,
         _compressed("int-quantized", _of_channel("int"), _of_token("int")),
     ),
+    "compressed nvfp4": (
+        _nvfp4,
+        _compressed("nvfp4-pack-quantized", _of_16(), _of_16(dynamic="local")),
+    ),
     "compressed fp8": (
         _float8_of_channels,
         _compressed("float-quantized", _of_channel("float"), _of_token("float")),
@@ -149,17 +179,25 @@ FORMATS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
 """How a weight [N, K] is stored, and what the model's configuration says of it."""
 
 
+_QUANTISED = re.compile(r"(_proj|in_proj_(qkv|z|qkvz))\.weight$")
+_LEFT = re.compile(r"^mtp\.|visual|experts")
+"""What keeps its weights, as in published checkpoints. vLLM's kernels for experts need AMX."""
+
+
 def quantized(folder: Path, name: str, form: str) -> Path:
     """Write a model of the pair whose projections have a form of `FORMATS`; return its folder."""
-    source = pair.paths()[name]
-    shutil.copytree(source, folder)
-    quantize, config = FORMATS[form]
+    shutil.copytree(pair.paths()[name], folder)
+    return quantize(folder, form)
+
+
+def quantize(folder: Path, form: str) -> Path:
+    """Give the projections of a written model a form of `FORMATS`; return its ``folder``."""
+    made, config = FORMATS[form]
     stored: Tensors = {}
-    for key, weight in load_file(source / "model.safetensors").items():
-        layer, _, last = key.rpartition(".")
-        if layer.endswith("_proj") and last == "weight":
-            found = quantize(weight.float())
-            stored |= {f"{layer}.{own}": each.contiguous() for own, each in found.items()}
+    for key, weight in load_file(folder / "model.safetensors").items():
+        if _QUANTISED.search(key) and not _LEFT.search(key):
+            layer, found = key.removesuffix("weight"), made(weight.float())
+            stored |= {f"{layer}{own}": each.contiguous() for own, each in found.items()}
         else:
             stored[key] = weight
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})

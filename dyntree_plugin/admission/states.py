@@ -39,8 +39,7 @@ _RECURRENT = Targets("is_hybrid", lambda m: m.is_hybrid)
 _REFUSALS = (
     _RECURRENT.other_than(TARGETS),
     *_RECURRENT.uncompared(
-        *("quantization", "mamba_cache_dtype", "prefix_match_unit"),
-        *("VLLM_SSM_CONV_STATE_LAYOUT", "enable_lora"),
+        "mamba_cache_dtype", "prefix_match_unit", "VLLM_SSM_CONV_STATE_LAYOUT", "enable_lora"
     ),
     _RECURRENT.refusal(
         "dtype, architecture",

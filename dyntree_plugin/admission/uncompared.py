@@ -25,9 +25,6 @@ _OPTIONS = {
         lambda dtype: dtype == "float16",
         "set --dtype to bfloat16 or float32",
     ),
-    "quantization": _Row(
-        lambda c: c.model_config.quantization, bool, "use weights that are not quantised"
-    ),
     "VLLM_SSM_CONV_STATE_LAYOUT": _Row(
         lambda c: os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT"),
         lambda layout: layout == "DS",

@@ -37,6 +37,8 @@ REQUESTS = [
 RUN = Run(REQUESTS)
 FLOAT32_DELTA_NET = {"worker_extension_cls": "float32_delta_net.Extension"}
 """What engines without trees take besides if the target has Gated DeltaNet in float32."""
+QUANTISED_IN_FLOAT32 = {"distributed_executor_backend": "quantised_in_float32.Executor"}
+"""What all engines take if the target has quantised weights in float32."""
 LATENT_ON_CPU = {"attention_backend": "CPU_MLA"}
 """What they take if it has latent attention: with AMX vLLM chooses a backend for bfloat16 alone."""
 ABORTED = Run(REQUESTS, abort_after={number: 2 + number % 5 for number in range(0, 30, 2)})

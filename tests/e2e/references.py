@@ -26,7 +26,7 @@ WITHOUT_TRANSFORMERS = {
     "deepseek_v32": "vLLM for CPUs has no sparse attention, and an indexer's keys are in FP8",
     "glm_moe_dsa": "vLLM for CPUs has no sparse attention, and an indexer's keys are in FP8",
     "a quantised cache": "transformers has none like vLLM's; the same kinds without are compared",
-    "quantised weights": "vLLM's kernels for CPUs have no fp32; see `test_quantized.py`",
+    "quantised weights": "transformers has none like vLLM's; the same kinds without are compared",
 }
 """What is not compared with transformers, and why."""
 _OF_ENGINES = {

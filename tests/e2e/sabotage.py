@@ -21,6 +21,7 @@ import sabotage_of_latent
 import sabotage_of_paths
 import sabotage_of_positions
 import sabotage_of_states
+import sabotage_of_weights
 import sabotage_of_windows
 import torch
 
@@ -39,6 +40,7 @@ _OTHERS = (
     sabotage_of_paths,
     sabotage_of_positions,
     sabotage_of_states,
+    sabotage_of_weights,
     sabotage_of_windows,
 )
 globals().update({each.__name__: each for module in _OTHERS for each in module.BROKEN})

@@ -17,7 +17,14 @@ from comparison import accepted_per_step
 from engine_process import Request, Run
 from features import PROMPTS, SEEDS
 from images import OPTIONS
-from random_engines import FLOAT32_DELTA_NET, Engines, Target, with_adapters
+from quantized_models import FORMATS, quantize
+from random_engines import (
+    FLOAT32_DELTA_NET,
+    QUANTISED_IN_FLOAT32,
+    Engines,
+    Target,
+    with_adapters,
+)
 from vision_targets import GLM_IMAGE, GLM_VIDEO, IMAGE, VIDEO, head_of, vision_target
 
 pytestmark = pytest.mark.e2e
@@ -100,11 +107,12 @@ def _broken(run: Run, *names: str) -> dict[str, Run]:
 
 def _engines(name: str, model: Path) -> Engines:
     """The engines of a kind of target, which may have a remark: "cached" with a prefix cache,
-    and "FP8" with a quantised one."""
+    "FP8" with a quantised one, and a form of weights."""
     kind, _, remark = name.partition(", ")
     recurrent, cached = kind in RECURRENT, remark == "cached"
     common = OPTIONS | {"model": str(model)}
     common |= {"kv_cache_dtype": "fp8"} if remark == "FP8" else {}
+    common |= QUANTISED_IN_FLOAT32 if remark in FORMATS else {}
     common |= {"enable_prefix_caching": False} if recurrent else {}
     plain = workload.without_tree() | common | (FLOAT32_DELTA_NET if recurrent else {})
     common |= CACHED if cached else {}
@@ -123,6 +131,10 @@ def _engines(name: str, model: Path) -> Engines:
     if remark == "FP8":
         unmoved = _broken(run, "move_without_a_byte")
         engines["unquantised"] = plain | {"kv_cache_dtype": "auto"}, once
+    if remark in FORMATS:
+        unmoved = _broken(run, "commit_dropped")
+        unquantised = vision_target(model.with_name("unquantised"), kind, **OF_4_LAYERS)
+        engines["unquantised"] = plain | {"model": str(unquantised)}, once
     if not recurrent:
         engines |= with_adapters(plain, draft, run)
     return engines | {
@@ -152,11 +164,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Targets:
         if kind in RECURRENT and remark:
             changes = SMALL_STATES if remark == "cached" else OF_4_LAYERS
         model = vision_target(folder / name / "target", kind, **changes)
+        if remark in FORMATS:
+            quantize(model, remark)
         return Target(_engines(name, model))
 
     return of_kind
 
 
+QUANTISED = ("qwen3_5, compressed nvfp4", "qwen3_5_moe, compressed int8")
 FAST = [("qwen2_5_vl", "draft"), ("qwen2_5_vl", "look-up"), ("qwen3_5, of 4 layers", "two ranks")]
 SLOW = [
     *(("qwen2_5_vl", name) for name in ("two ranks", "two stages", "adapters")),
@@ -167,6 +182,7 @@ SLOW = [
     *(("qwen3_5", "head"), ("qwen3_5, of 4 layers", "two stages"), ("qwen3_5_moe", "two ranks")),
     *((f"{kind}, cached", name) for kind in RECURRENT for name in ("look-up", "module")),
     *(("qwen2_5_vl, FP8", "draft"), ("qwen3_5, FP8", "module")),
+    *((name, "module") for name in QUANTISED),
 ]
 CONTROLLED = [
     (kind, name)
@@ -223,6 +239,6 @@ def test_in_float16_tokens_differ_by_rounding_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2_5_vl, FP8", "qwen3_5, FP8"])
-def test_a_quantised_cache_is_another(kind: str, target: Targets) -> None:
+@pytest.mark.parametrize("kind", ["qwen2_5_vl, FP8", "qwen3_5, FP8", *QUANTISED])
+def test_a_quantised_target_is_another(kind: str, target: Targets) -> None:
     assert target(kind).differing("unquantised", "sound")

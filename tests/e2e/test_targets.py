@@ -4,25 +4,21 @@ trees."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sabotage_of_caches
-import sabotage_of_states
 import sabotage_of_windows
 import torch
 import workload
-from block_engines import block_engine
 from comparison import accepted_per_step
 from engine_process import Run
 from latent_targets import latent_head, latent_target
 from random_engines import (
     ABORTED,
-    CONTINUED,
-    FLOAT32_DELTA_NET,
     LATENT_ON_CPU,
     LONG,
     LONG_ABORTED,
@@ -33,55 +29,32 @@ from random_engines import (
     Target,
     with_adapters,
 )
-from random_targets import MODULES, add_cache_scales, gemma4_assistant, random_target
-from vision_targets import head_of
+from random_targets import add_cache_scales, gemma4_assistant, random_target
+from recurrent_engines import (
+    HALF_TYPES,
+    block,
+    broken_runs,
+    in_half,
+    recurrent,
+    recurrent_quantised,
+    sound_runs,
+    with_weights,
+)
 
 pytestmark = pytest.mark.e2e
 
-HALF_TYPES = ("bfloat16", "float16")
 HARMLESS = (None, "null_block_of_nan")
 """What is in force in runs whose tokens must not differ."""
-
-
-def _sound(run: Run, *names: str) -> dict[str, Run]:
-    return dict.fromkeys(("sound", *names), run)
-
-
-def _broken(run: Run, names: Iterable[Any]) -> dict[str, Run]:
-    """Return runs of one batch under these sabotages, given as functions or by their names."""
-    each = (getattr(name, "__name__", name) for name in names)
-    return {name: Run(run.requests[: run.batch], sabotage=name) for name in each}
-
-
-def _in_half(
-    plain: dict[str, Any], draft: dict[str, Any], broken: Iterable[Any], *others: str
-) -> Engines:
-    """``others``: names of options that take the type, too."""
-    engines: dict[str, Any] = {}
-    for dtype in HALF_TYPES:
-        of_type = dict.fromkeys(("dtype", *others), dtype)
-        engines |= {
-            f"plain in {dtype}": (plain | of_type | {"max_logprobs": -1}, _sound(RUN)),
-            f"draft in {dtype}": (draft | of_type, _sound(RUN) | _broken(RUN, broken)),
-        }
-    return engines
 
 
 def _split(trees: dict[str, Any], run: Run) -> Engines:
     """An engine of two ranks, the last of which may move nothing, and one of two stages, the first
     of which may miss the accepted paths."""
     ranks, stages = (
-        _sound(run) | _broken(run, [name])
+        sound_runs(run) | broken_runs(run, [name])
         for name in ("without_kv_move", "without_paths_of_earlier_stages")
     )
     return {"two ranks": (trees, ranks), "two stages": (trees, stages)}
-
-
-def _block(model: Path, kind: str) -> dict[str, Any]:
-    kind = "Laguna" if model.name == "laguna" else kind
-    folder = model.with_name(f"{model.name} {kind}")
-    engine = block_engine(kind, folder, model=model, layers=(0, 1, 2))
-    return engine(node_budget=NODES, budget="fixed", lookup="off") | {"model": str(model)}
 
 
 def _windows(model: Path, kind: str) -> Engines:
@@ -90,19 +63,19 @@ def _windows(model: Path, kind: str) -> Engines:
     own = {"gemma2": ["without_soft_cap"], "gpt_oss": ["without_sinks"]}.get(kind, [])
     # Another kind has the same windows.
     of_windows = sabotage_of_windows.OF_WINDOWS[: 1 if kind == "gpt_oss" else None]
-    broken = _broken(LONG, [*of_windows, *own, "without_kv_move"])
+    broken = broken_runs(LONG, [*of_windows, *own, "without_kv_move"])
     nan = {"null_block_of_nan": Run(LONG.requests, sabotage="null_block_of_nan")}
     look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | of | TIGHT
-    moved = _broken(LONG, ["without_window", "edge_by_row", "without_kv_move"])
-    blocks, block = {"num_gpu_blocks_override": 24}, _block(model, "DFlash")
+    moved = broken_runs(LONG, ["without_window", "edge_by_row", "without_kv_move"])
+    blocks, of_blocks = {"num_gpu_blocks_override": 24}, block(model, "DFlash")
     return {
-        "plain": (plain, _sound(LONG)),
-        "draft": (draft, _sound(LONG, "again") | broken | nan),
-        "block": (block | TIGHT | blocks, _sound(LONG, "again") | moved | nan),
-        "look-up": (look_up, _sound(LONG, "again")),
-        "one group": (draft | {"disable_hybrid_kv_cache_manager": True}, _sound(LONG)),
-        **_split(block if kind == "laguna" else draft, LONG),
-        **_in_half(plain, draft, ["without_kv_move"]),
+        "plain": (plain, sound_runs(LONG)),
+        "draft": (draft, sound_runs(LONG, "again") | broken | nan),
+        "block": (of_blocks | TIGHT | blocks, sound_runs(LONG, "again") | moved | nan),
+        "look-up": (look_up, sound_runs(LONG, "again")),
+        "one group": (draft | {"disable_hybrid_kv_cache_manager": True}, sound_runs(LONG)),
+        **_split(of_blocks if kind == "laguna" else draft, LONG),
+        **in_half(plain, draft, ["without_kv_move"]),
         **with_adapters(plain, draft),
     }
 
@@ -110,71 +83,13 @@ def _windows(model: Path, kind: str) -> Engines:
 def _shared_caches(model: Path, kind: str) -> Engines:
     """The module that drafts reads the target's caches."""
     of, module = {"model": str(model)}, gemma4_assistant(model.with_name("module"))
-    broken = _broken(LONG, ["moved_twice", "without_kv_move", "wider_window", "edge_by_root"])
+    broken = broken_runs(LONG, ["moved_twice", "without_kv_move", "wider_window", "edge_by_root"])
     look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | of | TIGHT
     head = workload.with_head(module, "gemma4_mtp", NODES, budget="fixed", lookup="off") | of
     return {
-        "plain": (workload.without_tree() | of, _sound(LONG)),
-        "look-up": (look_up, _sound(LONG, "again") | broken),
-        "module": (head | TIGHT, _sound(LONG, "again") | {"aborted": LONG_ABORTED}),
-    }
-
-
-def _recurrent(model: Path, kind: str) -> Engines:
-    common = {"model": str(model), "enable_prefix_caching": False}
-    tight = {"max_num_batched_tokens": 48, "max_num_seqs": 8}
-    plain, draft = workload.without_tree() | common, workload.tree(NODES) | common
-    look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | common | tight
-    head = workload.with_head(model, "mtp", NODES, budget="fixed") | common
-    eagle = head_of(model.with_name(f"{kind} head"), model) if kind in MODULES else None
-    # So few tokens in a batch that two batches are under way.
-    piped = (head if kind == "qwen3_next" else draft) | tight
-    staged = _broken(RUN, ["commit_dropped", "commit_of_the_latest_forward"])
-    aborted = {"aborted": ABORTED, "again": RUN}
-    in_float32 = FLOAT32_DELTA_NET if kind == "qwen3_next" else {}
-    # By default vLLM keeps the states of prompts alone.
-    cached = {"enable_prefix_caching": True, "prefix_cache_retention_interval": None}
-    few = cached | {
-        "num_gpu_blocks_override": 40 if kind == "nemotron_h" else 32,
-        "max_num_batched_tokens": 160,
-    }
-    of_blocks = {
-        each.__name__: replace(CONTINUED, sabotage=each.__name__)
-        # The two inputs that a short convolution keeps change too little.
-        for each in sabotage_of_states.OF_BLOCKS[kind == "lfm2" :]
-    }
-    turns = {"continued": CONTINUED}
-    return {
-        "plain": (plain | in_float32, {"sound": RUN, "long": LONG} | turns),
-        "draft": (
-            draft,
-            _sound(RUN) | _broken(RUN, sabotage_of_states.OF_COMMITS) | {"again": RUN},
-        ),
-        "look-up": (look_up, _sound(RUN) | aborted),
-        "prefix cache": (
-            look_up | few | {"max_num_seqs": 16},
-            {"sound": LONG} | of_blocks | turns | {"aborted": LONG_ABORTED, "again": LONG},
-        ),
-        "head": (head, _sound(RUN)),
-        "EAGLE-3": (
-            workload.with_head(eagle, nodes=NODES, budget="fixed") | common,
-            _sound(RUN),
-        ),
-        "block": (
-            _block(model, "DSpark" if kind == "nemotron_h" else "DFlash") | common | tight,
-            _sound(RUN) | _broken(RUN, ["commit_dropped", "without_kv_move"]) | aborted,
-        ),
-        **{
-            f"cached {name}": (arguments | cached, _sound(LONG, "again") | turns)
-            for name, arguments in (
-                *(("draft", draft), ("look-up", look_up), ("head", head)),
-                ("two stages", piped | {"max_num_batched_tokens": 160}),
-            )
-        },
-        "two ranks": (draft | cached, _sound(LONG) | turns),
-        "two stages": (piped, _sound(RUN) | staged | aborted),
-        "compiled": (draft | {"enforce_eager": False}, _sound(RUN)),
-        **_in_half(plain, draft, ["commit_dropped"], "mamba_ssm_cache_dtype"),
+        "plain": (workload.without_tree() | of, sound_runs(LONG)),
+        "look-up": (look_up, sound_runs(LONG, "again") | broken),
+        "module": (head | TIGHT, sound_runs(LONG, "again") | {"aborted": LONG_ABORTED}),
     }
 
 
@@ -182,13 +97,13 @@ def _recurrent_in_fp8(model: Path, kind: str) -> Engines:
     """Recurrent layers beside quantised caches, whose scales are 1."""
     engines = {
         name: (arguments | {"kv_cache_dtype": "fp8"}, runs)
-        for name, (arguments, runs) in _recurrent(model, kind).items()
+        for name, (arguments, runs) in recurrent(model, kind).items()
     }
-    broken = _broken(RUN, ["commit_dropped", sabotage_of_caches.move_without_a_byte])
+    broken = broken_runs(RUN, ["commit_dropped", sabotage_of_caches.move_without_a_byte])
     unquantised = engines["plain in bfloat16"][0] | {"kv_cache_dtype": "auto"}
     return engines | {
-        "draft": (engines["draft"][0], _sound(RUN) | broken),
-        "unquantised": (unquantised, _sound(RUN)),
+        "draft": (engines["draft"][0], sound_runs(RUN) | broken),
+        "unquantised": (unquantised, sound_runs(RUN)),
     }
 
 
@@ -204,15 +119,15 @@ def _latent(model: Path, kind: str) -> Engines:
     # Blocks have 16 positions, which vLLM's kernel for CPUs asks for.
     few = look_up | {"num_gpu_blocks_override": 40}
     return {
-        "plain": (plain, _sound(RUN)),
-        "dense": (plain, _sound(RUN)),
-        "draft": (draft, _sound(RUN) | _broken(RUN, names) | {"again": RUN}),
-        "look-up": (few, _sound(RUN) | {"aborted": ABORTED, "again": RUN}),
-        "module": (workload.with_head(model, "mtp", **options), _sound(RUN, "again")),
-        "EAGLE-3": (workload.with_head(eagle, **options) | of, _sound(RUN, "again")),
-        "compiled": (draft | {"enforce_eager": False}, _sound(RUN)),
+        "plain": (plain, sound_runs(RUN)),
+        "dense": (plain, sound_runs(RUN)),
+        "draft": (draft, sound_runs(RUN) | broken_runs(RUN, names) | {"again": RUN}),
+        "look-up": (few, sound_runs(RUN) | {"aborted": ABORTED, "again": RUN}),
+        "module": (workload.with_head(model, "mtp", **options), sound_runs(RUN, "again")),
+        "EAGLE-3": (workload.with_head(eagle, **options) | of, sound_runs(RUN, "again")),
+        "compiled": (draft | {"enforce_eager": False}, sound_runs(RUN)),
         **_split(draft, RUN),
-        **_in_half(plain, draft, ["without_rope_part"]),
+        **in_half(plain, draft, ["without_rope_part"]),
     }
 
 
@@ -231,11 +146,11 @@ def _quantised(model: Path, kind: str) -> Engines:
     plain, draft = workload.without_tree() | of, workload.tree(NODES) | of
     unquantised = dict.fromkeys(("kv_cache_dtype", "dtype"), "bfloat16")
     return {
-        "plain": (plain, _sound(RUN)),
-        "unquantised": (plain | unquantised, _sound(RUN)),
-        "draft": (draft, _sound(RUN) | of_caches),
+        "plain": (plain, sound_runs(RUN)),
+        "unquantised": (plain | unquantised, sound_runs(RUN)),
+        "draft": (draft, sound_runs(RUN) | of_caches),
         **_split(draft, RUN),
-        **_in_half(plain, draft, sabotage_of_caches.BROKEN),
+        **in_half(plain, draft, sabotage_of_caches.BROKEN),
         **with_adapters(plain, draft),
     }
 
@@ -279,14 +194,21 @@ KINDS = {
     "laguna": Kind(_windows, slow=("look-up", "block", "two ranks")),
     "gemma4_text": Kind(_shared_caches, ("look-up", "module")),
     "nemotron_h": Kind(
-        _recurrent,
+        recurrent,
         ("draft", "prefix cache"),
         ("cached head", "cached two stages", "head", *_OF_STATES),
     ),
-    "lfm2": Kind(_recurrent, ("draft",), ("look-up", "cached draft", "prefix cache", *_OF_RANKS)),
-    "qwen3_next": Kind(_recurrent, ("draft",), ("head", "EAGLE-3", *_OF_STATES)),
-    "falcon_h1": Kind(_recurrent, slow=("look-up", "cached look-up")),
-    "granitemoehybrid": Kind(_recurrent, slow=("look-up", "cached look-up")),
+    "lfm2": Kind(recurrent, ("draft",), ("look-up", "cached draft", "prefix cache", *_OF_RANKS)),
+    "qwen3_next": Kind(recurrent, ("draft",), ("head", "EAGLE-3", *_OF_STATES)),
+    "falcon_h1": Kind(recurrent, slow=("look-up", "cached look-up")),
+    "granitemoehybrid": Kind(recurrent, slow=("look-up", "cached look-up")),
+    "nemotron_h, compressed int8": Kind(
+        recurrent_quantised, ("draft",), ("head", "prefix cache"), with_weights
+    ),
+    "nemotron_h, compressed nvfp4": Kind(recurrent_quantised, slow=("draft",), write=with_weights),
+    "qwen3_next, compressed nvfp4": Kind(
+        recurrent_quantised, slow=("draft", "look-up"), write=with_weights
+    ),
     "deepseek_v2": Kind(_latent, ("draft", "look-up"), ("EAGLE-3", *_OF_RANKS), latent_target),
     "deepseek_v3": Kind(_latent, ("module",), (), latent_target),
     "gemma3_text, quantised": Kind(_quantised, ("draft",), ("adapters", *_SPLIT), _with_scales),
@@ -302,7 +224,7 @@ CONTROLLED = [
     for kind, engine in TREES
     if engine in ("draft", "block", "prefix cache", "two stages", "adapters")
     or (kind, engine) == ("gemma4_text", "look-up")
-    or (engine == "two ranks" and KINDS[kind].engines is not _recurrent)
+    or (engine == "two ranks" and KINDS[kind].engines is not recurrent)
 ]
 ACCEPTED = {("deepseek_v2", engine): 3 for engine in ("draft", *_OF_RANKS)}
 ACCEPTED["deepseek_v2", "EAGLE-3"] = ACCEPTED["nemotron_h", "block"] = 0.3
@@ -310,14 +232,14 @@ ACCEPTED["deepseek_v2", "EAGLE-3"] = ACCEPTED["nemotron_h", "block"] = 0.3
 PREEMPTED = [
     *((kind, "look-up") for kind in ("gemma2", "gpt_oss", "gemma3_text", "deepseek_v2")),
     *(("gemma4_text", engine) for engine in ("look-up", "module")),
-    *((kind, "prefix cache") for kind in ("nemotron_h", "lfm2")),
+    *((kind, engine) for kind, engine in TREES if engine == "prefix cache"),
 ]
 NOT_IN_FLOAT16 = ("gemma", "qwen3_next")
 """vLLM refuses the first ones, and its kernel for CPUs the gated delta rule."""
 HALVES = [
     (kind, dtype)
     for kind, of in KINDS.items()
-    if "draft" in of.trees + of.slow
+    if "draft" in of.trees + of.slow and of.engines is not recurrent_quantised
     for dtype in HALF_TYPES[: 1 if kind.startswith(NOT_IN_FLOAT16) else None]
 ]
 VARIABLES: Mapping[str, Mapping[str, str]] = {"dense": {"VLLM_MLA_DISABLE": "1"}}
@@ -354,7 +276,7 @@ def test_no_token_differs(kind: str, engine: str, target: Targets) -> None:
     if engine == "prefix cache":
         found = {output.cached for output in results["continued"].outputs if output}
         assert found == {192}
-    if engine.startswith("cached") or (engine, KINDS[kind].engines) == ("two ranks", _recurrent):
+    if engine.startswith("cached") or (engine, KINDS[kind].engines) == ("two ranks", recurrent):
         assert all(output.cached for output in results["continued"].outputs if output)
     if engine == "draft" and KINDS[kind].engines is _windows:
         assert results["again"].metrics["vllm:prefix_cache_hits_total"] > 0
@@ -376,6 +298,15 @@ def test_keys_and_values_of_every_head_give_the_same_tokens(target: Targets) -> 
     layouts = [own.served(engine)["sound"].layout for engine in ("plain", "dense")]
     assert layouts == ["None", "vec"]
     assert own.differing("dense", "sound") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [k for k, of in KINDS.items() if of.write is with_weights])
+def test_weights_are_quantised_and_rows_share_no_scale(kind: str, target: Targets) -> None:
+    """With a scale of the batch, a request that is alone gets other tokens with trees."""
+    own, scale = target(kind), "scale_of_the_batch"
+    assert own.differing("unquantised", "sound")
+    assert own.differing("draft", scale, f"plain with a {scale.replace('_', ' ')}")
 
 
 @pytest.mark.parametrize(("kind", "dtype"), _marked(HALVES))

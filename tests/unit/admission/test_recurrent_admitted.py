@@ -109,7 +109,6 @@ def test_on_cuda_more_is_refused(admitted: VllmConfig) -> None:
     ("option", "value", "named"),
     [
         ("model_config.architecture", "BambaForCausalLM", "architecture=(True, 'BambaFor"),
-        ("model_config.quantization", "awq", "quantization=(True, 'awq')"),
         ("cache_config.mamba_cache_dtype", "float32", "mamba_cache_dtype=(True, 'float32')"),
         ("cache_config.prefix_match_unit", 4, "prefix_match_unit=(True, 4)"),
         ("lora_config", LoRAConfig(), "enable_lora=(True, True)"),
