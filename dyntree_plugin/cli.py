@@ -21,6 +21,7 @@ from dyntree_plugin import __version__
 from dyntree_plugin.admission import reasons, versions
 from dyntree_plugin.commands.bench.command import serve as bench_serve
 from dyntree_plugin.commands.demo.command import demo
+from dyntree_plugin.commands.ending import ends_by_signals
 from dyntree_plugin.commands.show.command import show
 from dyntree_plugin.commands.start import ready_for_engine
 from dyntree_plugin.commands.tune.command import tune
@@ -137,6 +138,7 @@ app.add_typer(bench, name="bench")
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
+@ends_by_signals
 def doctor(
     command: Annotated[
         list[str] | None,

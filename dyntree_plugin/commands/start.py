@@ -106,7 +106,7 @@ def announcing(console: Console) -> Iterator[Announce]:
 def quiet() -> Iterator[TextIO]:
     """Keep the output of this process and its children off the screen; yield a file that shows.
 
-    At the end, vLLM's logged errors are shown on stderr, or all output if the block raises anything
+    At the end, vLLM's logged errors are shown on stderr, or all output if the block raises an error
     but a ValueError, which names the user's mistake.
     """
     warnings.simplefilter("ignore")
@@ -123,7 +123,7 @@ def quiet() -> Iterator[TextIO]:
         try:
             yield screen
         except BaseException as error:
-            everything = not isinstance(error, ValueError)
+            everything = isinstance(error, Exception) and not isinstance(error, ValueError)
             raise
         finally:
             sys.stdout.flush()

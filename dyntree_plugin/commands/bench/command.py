@@ -39,6 +39,7 @@ from dyntree_plugin.commands.bench.session import (
     Grid,
 )
 from dyntree_plugin.commands.bench.table import NONE
+from dyntree_plugin.commands.ending import ends_by_signals
 from dyntree_plugin.commands.loads.runs import Engine, Run
 from dyntree_plugin.commands.paths import check_new_file
 from dyntree_plugin.commands.start import ready_for_engine
@@ -48,6 +49,7 @@ from dyntree_plugin.secrets import hidden
 from dyntree_plugin.strict_json import object_of
 
 
+@ends_by_signals
 def serve(
     context: typer.Context,
     target: Target = None,

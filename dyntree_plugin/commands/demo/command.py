@@ -15,6 +15,7 @@ from dyntree_plugin.admission import reasons, versions
 from dyntree_plugin.commands import arguments as common
 from dyntree_plugin.commands.demo.comparison import Comparison, compare
 from dyntree_plugin.commands.demo.screen import show
+from dyntree_plugin.commands.ending import ends_by_signals
 from dyntree_plugin.commands.engine import Task
 from dyntree_plugin.commands.start import (
     announcing,
@@ -26,6 +27,7 @@ from dyntree_plugin.commands.start import (
 from dyntree_plugin.commands.vocabulary import shared
 
 
+@ends_by_signals
 def demo(
     target: common.Target = None,
     draft: common.Draft = None,

@@ -14,6 +14,7 @@ from rich.console import Console
 from dyntree_plugin import pair
 from dyntree_plugin.admission import reasons
 from dyntree_plugin.commands import arguments as common
+from dyntree_plugin.commands.ending import ends_by_signals
 from dyntree_plugin.commands.engine import Task
 from dyntree_plugin.commands.paths import check_new_file, read_text
 from dyntree_plugin.commands.render import step_panel
@@ -41,6 +42,7 @@ _OF_TRACES = {"saved", "given_format", "output", "step", "verbose"}
 """Parameters of `show` that go with a saved trace."""
 
 
+@ends_by_signals
 def show(
     context: typer.Context,
     prompt: arguments.Prompt = None,

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from dyntree_plugin.admission import reasons
 from dyntree_plugin.commands.arguments import check_models
+from dyntree_plugin.commands.ending import ends_by_signals
 from dyntree_plugin.commands.paths import check_new_folder
 from dyntree_plugin.commands.start import ready_for_engine
 from dyntree_plugin.commands.tune import arguments
@@ -19,6 +20,7 @@ TEMPERATURES = (0.0, 0.6, 1.0)
 NODES = (16,)
 
 
+@ends_by_signals
 def tune(
     target: arguments.Target,
     draft: arguments.Draft = None,

@@ -108,6 +108,10 @@ def test_only_errors_get_past_the_quiet() -> None:
     assert done.stderr == "ERROR 01-01 something broke\n"
 
 
+def test_an_interruption_shows_no_more() -> None:
+    assert "from a child" not in quietly("raise SystemExit(130)").stderr
+
+
 def test_everything_is_shown_where_the_quiet_ends_in_an_exception() -> None:
     done = quietly("raise RuntimeError('engine died')")
     for part in ("from python", "from a child", "from C++", "engine died"):
