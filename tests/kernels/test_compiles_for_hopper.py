@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 triton = pytest.importorskip("triton", reason="these kernels are written in Triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from ahead_of_time import HAS_TOOLS, NO_TOOLS, PLAIN, POINTERS, UNQUANTISED, compiled  # noqa: E402
 
 from dyntree_kernels.cuda import (  # noqa: E402
     attention,
@@ -39,66 +33,11 @@ from dyntree_kernels.cuda import (  # noqa: E402
 )
 from dyntree_kernels.features import MOST_RECURRENT_ROWS  # noqa: E402
 
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-pytestmark = pytest.mark.skipif(
-    not all((TOOLS / tool).exists() for tool in ("ptxas", "cuobjdump")),
-    reason="this build of Triton has no ptxas and cuobjdump",
-)
+pytestmark = pytest.mark.skipif(not HAS_TOOLS, reason=NO_TOOLS)
 
-TYPES = {
-    "*bf16": "Q KV CACHE OUT LOGITS X STEP B C K V GATE BETA RAW KEPT HISTORY WEIGHT SINKS",
-    "*fp32": (
-        "PARTIAL PARTIAL_M PARTIAL_L TEMPERATURES SCORES SUMS EVIDENCE EDGES TRIE_EVIDENCE "
-        "VALUES OPEN FEATURES BASES WEIGHTS STORED_VALUES STORED_FEATURES INFORMATION PRIOR LOW "
-        "HIGH PROCESSED REPETITION FREQUENCY PRESENCE CHANCES CHANGES REST SHIFTS TOPS STATES A "
-        "SKIP BIAS LOGS QUERY_SCALE KEY_SCALE VALUE_SCALE"
-    ),
-    "*i32": (
-        "TABLE CTX INDPTR BITS TEXTS LENGTHS KEYS ABOVE EXPANSIONS GRAFT_DEPTHS LOGITS_BOUNDS "
-        "ROWS_BOUNDS ANCESTORS SEQ_LENS PREFILL_LENS CTX_LENS IDS ROW_BITS EMITTED REJECTED "
-        "SIZES LOCAL PATHS PROMPT_MASK OUTPUT_COUNTS WORD_TOKENS OFFSETS WORD_COUNTS "
-        "PROMPT_LENS TOTAL_LENS BUDGETS LAST_STARTS LAST_ENDS START_MARKER END_MARKER FORCED "
-        "VERIFIED LAST_NODE OFFERED OFFERED_LAST STARTS SELECTED"
-    ),
-    "*i64": (
-        "LAYERS TOKENS PARENTS SAMPLED PATH SEEDS POSITIONS REQUESTS ROW_POSITIONS STORED "
-        "ROW_ABOVE SLOTS DEPTHS FORWARDS ADDRESSES TRIE_TOKENS TRIE_ABOVE BEST CLASSES NODES "
-        "LEVELS USEFUL ROOTS SCRATCH BECAME COUNTS ADMITTED GROWN STORED_AT OUT_TOKENS STRIDES "
-        "LAST ENDS END_SLOTS ORIGINS"
-    ),
-    "*i1": "EXISTS TRIE_EXISTS CHAINED CHAINED_AT FORBIDDEN MAPPED",
-    "*fp64": "REPORT",
-    "*u64": "TABLES",
-    "*i8": "KINDS STORED_KINDS",
-    "fp32": "least strength memory scale",
-}
-"""Arguments of kernels by type."""
-POINTERS = {name: of for of, names in TYPES.items() for name in names.split()}
-UNQUANTISED = dict.fromkeys(("QUERY_SCALE", "KEY_SCALE", "VALUE_SCALE"))
-PLAIN: dict[str, Any] = {"SINKS": None, "WINDOW": 0, "CAP": 0.0}
-"""Attention without features."""
 SPILLED = {(128, 4, 4): 8, (16, 4, "*bf16"): 8}
 """Bytes of attention's stack, by rows, group, and splits or queries beside a quantised cache. The
 first tile needs two registers more than there are, to treat values that are not finite."""
-ODD = {
-    *["words", "nodes", "depth", "max_depth", "blocks", "vocab", "packed_rows", "s_bits"],
-    *[
-        "s_table",
-        "s_path",
-        "s_slots",
-        "s_requests",
-        "s_report",
-        "first",
-        "width",
-        "expansions",
-        "budget",
-        "known",
-        "capacity",
-        "longest",
-    ],
-    *["groups", "deepest", "columns", "spare", "s_tokens", "s_texts", "kinds_each", "s_logits"],
-    *["rows", "s_mask", "s_counts", "s_words", "s_offsets", "start_len", "end_len", "forced_len"],
-}
 OF_TRIES = {
     growth._expand: ("ABOVE", "GRAFT_DEPTHS", "EXPANSIONS"),
     growth._order: (),
@@ -120,42 +59,6 @@ SHIFTS = (0, -1)
 CAPABILITIES = pytest.mark.parametrize(
     "capability", [90, pytest.param(100, marks=pytest.mark.slow)]
 )
-
-
-def compiled(
-    kernel: Any,
-    warps: int,
-    stages: int = 3,
-    types: Mapping[str, str] = POINTERS,
-    capability: int = 90,
-    **constants: Any,
-) -> dict[str, int]:
-    """Return the registers and bytes of stack per thread, and the bytes of shared memory."""
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, n in enumerate(names)
-        if signature[n].startswith("*") or (signature[n] == "i32" and n not in ODD)
-    }
-    values = {(names.index(n),): value for n, value in constants.items()}
-    result = triton.compile(
-        ASTSource(kernel, signature, values, aligned),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps, "num_stages": stages},
-    )
-    return {**resources(result.asm["cubin"]), "shared": result.metadata.shared}
-
-
-def resources(cubin: bytes) -> dict[str, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        dump = [TOOLS / "cuobjdump", "-res-usage", file.name]
-        text = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found, text
-    return {"registers": int(found[1]), "stack": int(found[2])}
 
 
 def of_growth(kernel: Any, warps: int, nodes: int, **constants: Any) -> dict[str, int]:
@@ -255,7 +158,6 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
-        (attention._reduce_splits, {"H": 8, "G": 4, "D": 128, "DP": 128, "SPLITS": 4, "BH": 8}),
         (kv_move._move, {"PAGE": 16, "ALIGN": 16, "ROWS": kv_move._ROWS, "WORDS": 128}),
         *((kernel, {"ROWS": 64}) for kernel in (place._place, place._place_packed)),
         *((draft_rows._chain, {"ROWS": 64, "SHIFT": shift}) for shift in SHIFTS),

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dyntree_kernels.cuda.splits import Parts, store_part, tiles_of_a_split
 from dyntree_kernels.cuda.tiles import (
     accumulate,
     load_rows,
@@ -40,12 +41,14 @@ def _or(a, b):
 
 
 @triton.jit
-def _cache_offsets(
-    TABLE, position, wanted, s_block, s_slot, PAGE: tl.constexpr, BLOCKS: tl.constexpr
-):  # fmt: skip
+def _blocks(TABLE, position, wanted, PAGE: tl.constexpr, BLOCKS: tl.constexpr):
     held = wanted & (position < BLOCKS * PAGE)
-    block = tl.load(TABLE + position // PAGE, mask=held, other=0).to(tl.int64)
-    return block * s_block + (position % PAGE) * s_slot
+    return tl.load(TABLE + position // PAGE, mask=held, other=0)
+
+
+@triton.jit
+def _offsets(blocks, position, s_block, s_slot, PAGE: tl.constexpr):
+    return blocks.to(tl.int64) * s_block + (position % PAGE) * s_slot
 
 
 @triton.jit
@@ -121,19 +124,26 @@ def _tree_attention(
     plain = context_tiles - lead
     masked = lead - begin + tail
     tiles = plain + masked + tl.cdiv(words * 32, BN)
-    share = tl.cdiv(tiles, SPLITS)
+    share = tiles_of_a_split(tiles, SPLITS)
     lo = split * share
     hi = tl.minimum(lo + share, tiles)
     keys = KV + head.to(tl.int64) * s_head  # heads may be the outermost dimension
     table = TABLE + request.to(tl.int64) * s_table
     column = tl.arange(0, BN)
 
-    for j in range(lo, tl.minimum(hi, plain)):
+    # A tile's blocks are read one tile ahead: the copies of its keys and values would otherwise
+    # wait for them, and none would be in flight while the tile before is multiplied.
+    every = column >= 0
+    last = tl.minimum(hi, plain)
+    position = (lead + lo) * BN + column
+    blocks = _blocks(table, position, position < (lead + last) * BN, PAGE, BLOCKS)
+    for j in range(lo, last):
         position = (lead + j) * BN + column
-        every = position >= 0
-        at = _cache_offsets(table, position, every, s_block, s_slot, PAGE, BLOCKS)
+        at = _offsets(blocks, position, s_block, s_slot, PAGE)
         k = load_rows(keys, at, every, D, DP, False)
         v = load_rows(keys + D, at, every, D, DP, False)
+        position += BN
+        blocks = _blocks(table, position, position < (lead + last) * BN, PAGE, BLOCKS)
         m, total, acc = accumulate(q, k, v, every, 0.0, m, total, acc, scale, False, CAP)
 
     # Masked tiles of the context have negative numbers: leading ones, then what is left of it.
@@ -154,7 +164,8 @@ def _tree_attention(
                 in_context = in_context & (position[None, :] >= edge[:, None])
             sees = ((bits >> (c & 31)[None, :]) & 1) | in_context.to(tl.int32)
             seen = tl.max(sees, 0) != 0
-            at = _cache_offsets(table, position, seen, s_block, s_slot, PAGE, BLOCKS)
+            blocks = _blocks(table, position, seen, PAGE, BLOCKS)
+            at = _offsets(blocks, position, s_block, s_slot, PAGE)
             v = load_rows(keys + D, at, seen, D, DP, True)
             v, blame = without_what_is_not_finite(v.to(q.dtype))
             k = load_rows(keys, at, seen, D, DP, True)
@@ -165,11 +176,7 @@ def _tree_attention(
     if SPLITS > 1:
         # Partial results lie in packed row order, so that their place needs no division.
         part = (split * H + head).to(tl.int64) * packed_rows + first * G + tile * BM
-        r = tl.arange(0, BM)
-        at = PARTIAL + part * DP + (r * DP)[:, None] + tl.arange(0, DP)[None, :]
-        tl.store(at, acc, mask=real[:, None])
-        tl.store(PARTIAL_M + part + r, m, mask=real)
-        tl.store(PARTIAL_L + part + r, total, mask=real)
+        store_part(PARTIAL, PARTIAL_M, PARTIAL_L, part, real, m, total, acc, BM, DP)
     else:
         acc = acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
         d = tl.arange(0, DP)
@@ -177,43 +184,13 @@ def _tree_attention(
         tl.store(out, acc.to(OUT.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
 
 
-@triton.jit
-def _reduce_splits(
-    OUT, PARTIAL, PARTIAL_M, PARTIAL_L, CTX, INDPTR, packed_rows, so_t, so_h,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
-    BH: tl.constexpr,
-):  # fmt: skip
-    request = tl.program_id(1)
-    first = tl.load(INDPTR + request)
-    node = tl.program_id(0)
-    if (node >= tl.load(INDPTR + request + 1) - first) | (tl.load(CTX + request) < 0):
-        return
-    token = (first + node).to(tl.int64)
-    head = tl.program_id(2) * BH + tl.arange(0, BH)
-    real = head < H * G
-    d = tl.arange(0, DP)
-    at = (head // G).to(tl.int64) * packed_rows + token * G + head % G
-    step = tl.cast(packed_rows, tl.int64) * H  # a constant if it is 1
-    m = tl.full([BH], float("-inf"), tl.float32)
-    for split in range(SPLITS):
-        m = tl.maximum(m, tl.load(PARTIAL_M + at + split * step, mask=real, other=float("-inf")))
-    shift = tl.where(m == float("-inf"), 0.0, m)
-    total = tl.zeros([BH], tl.float32)
-    acc = tl.zeros([BH, DP], tl.float32)
-    for split in range(SPLITS):
-        part = tl.load(PARTIAL_M + at + split * step, mask=real, other=float("-inf"))
-        weight = tl.exp2(part - shift)
-        total += tl.load(PARTIAL_L + at + split * step, mask=real, other=0.0) * weight
-        rows = PARTIAL + (at + split * step)[:, None] * DP + d[None, :]
-        acc += tl.load(rows, mask=real[:, None], other=0.0) * weight[:, None]
-    acc = acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
-    out = OUT + token * so_t + head[:, None] * so_h + d[None, :]
-    tl.store(out, acc.to(OUT.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
-
-
 @dataclass(frozen=True)
 class Tiling:
-    """Launch parameters: rows of a tile, its columns (32 or 64), warps and pipeline stages."""
+    """Launch parameters: rows of a tile, its columns (32 or 64), warps and pipeline stages.
+
+    With three stages the copies of one tile are in flight while another is multiplied, with two
+    they are not.
+    """
 
     block_m: int
     block_n: int
@@ -230,7 +207,10 @@ def tiling(head_size: int, rows: int, element_size: int) -> Tiling:
     if padded > 256:
         return Tiling(32, 32, 8, 2)
     if element_size == 4 or padded > 128:
-        return Tiling(32 if rows <= 32 else 64, 32, 4 if rows <= 32 else 8, 2)
+        # Three stages of single precision, or of 64 rows, do not fit into 99 KiB.
+        if rows <= 32:
+            return Tiling(32, 32, 4, 2 if element_size == 4 else 3)
+        return Tiling(64, 32, 8, 2)
     largest = 64 if rows <= SMALL_TILES else 128
     return half_precision_tiling(next((size for size in (16, 32) if rows <= size), largest))
 
@@ -300,31 +280,23 @@ def tree_attention(
     if splits is None:
         splits = max(1, min(32, 2 * _processors(q.device) // (grid[0] * grid[1] * grid[2])))
     padded = triton.next_power_of_2(d)
-    partial = sums = maxima = out
-    if splits > 1:
-        partial = torch.empty(splits * tokens * heads, padded, dtype=torch.float32, device=q.device)
-        maxima, sums = torch.empty(2, len(partial), dtype=torch.float32, device=q.device)
-    shape = {"D": d, "DP": padded, "SPLITS": splits}
+    parts = Parts.of(splits, out)
     scales = [features.of_heads(f"{name}_scale", kv_heads) for name in ("query", "key", "value")]
     _tree_attention[(grid[0], grid[1], requests * splits)](
-        q, kv_cache, out, partial, maxima, sums, block_table, ctx_lens, qo_indptr,
+        q, kv_cache, out, parts.values, parts.maxima, parts.sums, block_table, ctx_lens, qo_indptr,
         ancestor_bits, features.sinks, *scales, features.scale * LOG2_E,
         *(0 if each is None else each.stride(0) for each in scales), words, tokens * group,
         q.stride(0), q.stride(1),
         *kv_cache.stride()[:3], out.stride(0), out.stride(1), block_table.stride(0),
-        ancestor_bits.stride(0), H=kv_heads, G=group, **shape, PAGE=page,
+        ancestor_bits.stride(0), H=kv_heads, G=group, D=d, DP=padded,
+        SPLITS=splits, PAGE=page,
         BLOCKS=block_table.shape[1], BM=tile.block_m, BN=tile.block_n,
         NODES=triton.next_power_of_2(nodes_per_tile(tile.block_m, group)),
         WORDS=triton.next_power_of_2(words), WINDOW=features.window or 0,
         CAP=(features.soft_cap or 0.0) * LOG2_E, BOTH_WAYS=bool(features.both_ways),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if splits > 1:
-        heads_per_program = min(8, triton.next_power_of_2(heads))
-        _reduce_splits[(max_rows, requests, triton.cdiv(heads, heads_per_program))](
-            out, partial, maxima, sums, ctx_lens, qo_indptr, tokens * group, out.stride(0),
-            out.stride(1), H=kv_heads, G=group, BH=heads_per_program, **shape,
-        )  # fmt: skip
+    parts.reduce(out, ctx_lens, qo_indptr, kv_heads, max_rows)
 
 
 def _check(

@@ -16,12 +16,13 @@ from dyntree_kernels.cuda.attention import (
     LOG2_E,
     MAX_TILES,
     Tiling,
-    _cache_offsets,
+    _blocks,
+    _offsets,
     _processors,
-    _reduce_splits,
     _used_tiles,
     nodes_per_tile,
 )
+from dyntree_kernels.cuda.splits import Parts, store_part, tiles_of_a_split
 from dyntree_kernels.cuda.tiles import fold, load_rows, without_what_is_not_finite
 from dyntree_kernels.features import LayerFeatures
 
@@ -76,18 +77,23 @@ def _latent_attention(
     start = context_tiles + tl.where(ctx % BN != 0, 1, 0)
     used = _used_tiles(BITS, first, nodes, s_bits, words, BM, BN, G, NODES, WORDS, tile)
     tiles = start + tl.cdiv(words * 32, BN)
-    share = tl.cdiv(tiles, SPLITS)
+    share = tiles_of_a_split(tiles, SPLITS)
     lo = split * share
     hi = tl.minimum(lo + share, tiles)
     table = TABLE + request.to(tl.int64) * s_table
     column = tl.arange(0, BN)
 
-    for j in range(lo, tl.minimum(hi, context_tiles)):
+    every = column >= 0
+    last = tl.minimum(hi, context_tiles)
+    position = lo * BN + column
+    blocks = _blocks(table, position, position < last * BN, PAGE, BLOCKS)
+    for j in range(lo, last):
         position = j * BN + column
-        every = position >= 0
-        at = _cache_offsets(table, position, every, s_block, s_slot, PAGE, BLOCKS)
+        at = _offsets(blocks, position, s_block, s_slot, PAGE)
         v = load_rows(CACHE, at, every, V, V, False)
         rotated = load_rows(CACHE + V, at, every, R, R, False)
+        position += BN
+        blocks = _blocks(table, position, position < last * BN, PAGE, BLOCKS)
         m, total, acc = _accumulate(
             q, q_rotated, v, rotated, every, 0.0, m, total, acc, scale, False
         )
@@ -105,7 +111,8 @@ def _latent_attention(
             position = tl.where(j < 0, context_tiles * BN + column, ctx + c)
             sees = ((bits >> (c & 31)[None, :]) & 1) | (position < ctx).to(tl.int32)[None, :]
             seen = tl.max(sees, 0) != 0
-            at = _cache_offsets(table, position, seen, s_block, s_slot, PAGE, BLOCKS)
+            blocks = _blocks(table, position, seen, PAGE, BLOCKS)
+            at = _offsets(blocks, position, s_block, s_slot, PAGE)
             v = load_rows(CACHE, at, seen, V, V, True)
             v, blame = without_what_is_not_finite(v.to(q.dtype))
             rotated = load_rows(CACHE + V, at, seen, R, R, True)
@@ -117,11 +124,7 @@ def _latent_attention(
         acc = acc * tl.load(VALUE_SCALE)
     if SPLITS > 1:
         part = split.to(tl.int64) * packed_rows + first * G + tile * BM
-        r = tl.arange(0, BM)
-        at = PARTIAL + part * V + (r * V)[:, None] + tl.arange(0, V)[None, :]
-        tl.store(at, acc, mask=real[:, None])
-        tl.store(PARTIAL_M + part + r, m, mask=real)
-        tl.store(PARTIAL_L + part + r, total, mask=real)
+        store_part(PARTIAL, PARTIAL_M, PARTIAL_L, part, real, m, total, acc, BM, V)
     else:
         acc = acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
         out = OUT + token * so_t + (node * so_t + head * so_h)[:, None] + tl.arange(0, V)[None, :]
@@ -192,12 +195,9 @@ def latent_tree_attention(
     requests, row_tiles = len(ctx_lens), triton.cdiv(max_rows * heads, tile.block_m)
     if splits is None:
         splits = max(1, min(32, 2 * _processors(q.device) // (row_tiles * requests)))
-    partial = sums = maxima = out
-    if splits > 1:
-        partial = torch.empty(splits * tokens * heads, v, dtype=torch.float32, device=q.device)
-        maxima, sums = torch.empty(2, len(partial), dtype=torch.float32, device=q.device)
+    parts = Parts.of(splits, out)
     _latent_attention[(row_tiles, requests * splits)](
-        q, cache, out, partial, maxima, sums, block_table, ctx_lens, qo_indptr,
+        q, cache, out, parts.values, parts.maxima, parts.sums, block_table, ctx_lens, qo_indptr,
         ancestor_bits, features.query_scale, features.key_scale, features.value_scale,
         features.scale * LOG2_E, words, tokens * heads, q.stride(0), q.stride(1),
         *cache.stride()[:2], out.stride(0), out.stride(1), block_table.stride(0),
@@ -207,9 +207,4 @@ def latent_tree_attention(
         WORDS=triton.next_power_of_2(words), SPLITS=splits, num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
-    if splits > 1:
-        heads_per_program = min(8, triton.next_power_of_2(heads))
-        _reduce_splits[(max_rows, requests, triton.cdiv(heads, heads_per_program))](
-            out, partial, maxima, sums, ctx_lens, qo_indptr, tokens * heads, out.stride(0),
-            out.stride(1), H=1, G=heads, D=v, DP=v, SPLITS=splits, BH=heads_per_program,
-        )  # fmt: skip
+    parts.reduce(out, ctx_lens, qo_indptr, 1, max_rows)

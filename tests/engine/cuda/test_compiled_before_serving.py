@@ -12,7 +12,7 @@ from noted_kernels import Kernel
 
 pytest.importorskip("triton", reason="these kernels are written in Triton")
 
-from dyntree_kernels.cuda import attention
+from dyntree_kernels.cuda import attention, splits
 from dyntree_kernels.features import LayerFeatures
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.kernels import AttentionRows, Heads, TritonTrees
@@ -25,7 +25,7 @@ MOST, ROWS, PROCESSORS = 8, 200, 132
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
     made = [Kernel(), Kernel()]
     monkeypatch.setattr(attention, "_tree_attention", made[0])
-    monkeypatch.setattr(attention, "_reduce_splits", made[1])
+    monkeypatch.setattr(splits, "_reduce_splits", made[1])
     return made
 
 

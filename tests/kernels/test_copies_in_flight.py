@@ -1,0 +1,79 @@
+"""Attention in Triton copies tiles while it multiplies others, and adds up its splits at once."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="these kernels are written in Triton")
+
+from ahead_of_time import (  # noqa: E402
+    HAS_TOOLS,
+    NO_TOOLS,
+    PLAIN,
+    POINTERS,
+    UNQUANTISED,
+    compile_for,
+    compiled,
+    loops,
+)
+
+from dyntree_kernels.cuda import attention, latent_attention, splits  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not HAS_TOOLS, reason=NO_TOOLS)
+CAPABILITIES = pytest.mark.parametrize(
+    "capability", [90, pytest.param(100, marks=pytest.mark.slow)]
+)
+
+
+def copies_in_flight(result: object) -> list[int]:
+    """Return the groups of copies that each wait leaves in flight, in loops that copy."""
+    copying = [loop for loop in loops(result) if any("LDGSTS" in text for text in loop)]
+    assert copying, "no loop copies to shared memory"
+    text = "\n".join(text for loop in copying for text in loop)
+    waits = re.findall(r"(?<!WARPGROUP\.)DEPBAR\.LE SB0, (0x\w+)", text)
+    return [int(each, 16) for each in waits]
+
+
+@CAPABILITIES
+@pytest.mark.parametrize(
+    ("rows", "head_size", "of_cache"),
+    [(16, 128, "*bf16"), (64, 128, "*bf16"), (64, 128, "*fp8e4nv"), (32, 256, "*bf16")],
+)
+def test_a_tile_is_in_flight_while_another_is_multiplied(
+    rows: int, head_size: int, of_cache: str, capability: int
+) -> None:
+    tile = attention.tiling(head_size, rows, 2 if of_cache == "*bf16" else 1)
+    result = compile_for(
+        attention._tree_attention, tile.warps, tile.stages, POINTERS | {"KV": of_cache},
+        capability, H=8, G=4, D=head_size, DP=head_size, PAGE=16, BLOCKS=512, BM=tile.block_m,
+        BN=tile.block_n, NODES=tile.block_m // 4, WORDS=2, SPLITS=16, **PLAIN, **UNQUANTISED,
+    )  # fmt: skip
+    waits = copies_in_flight(result)
+    assert waits, "the loop never waits for its copies"
+    assert min(waits) >= 1
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize(
+    ("of_splits", "head_size", "heads"),
+    [(2, 64, 8), (16, 128, 8), (32, 128, 1), (32, 512, 1)],
+)
+def test_splits_are_added_up_without_a_loop(
+    of_splits: int, head_size: int, heads: int, capability: int
+) -> None:
+    given = {"H": heads, "G": 4, "D": head_size, "DP": head_size, "SPLITS": of_splits,
+             "LOADED": of_splits, "capability": capability}  # fmt: skip
+    warps = splits.reducing_warps(of_splits * head_size)
+    assert loops(compile_for(splits._reduce_splits, warps, **given)) == []
+    used = compiled(splits._reduce_splits, warps, **given)
+    assert used["stack"] == 0, used
+
+
+def test_a_loop_without_copies_in_flight_is_seen() -> None:
+    """With two stages a tile's copies begin when the tile before has been multiplied."""
+    given = {"G": 4, "V": 512, "R": 64, "PAGE": 64, "BLOCKS": 512, "BM": 16, "BN": 32, "NODES": 4,
+             "WORDS": 2, "SPLITS": 4, **UNQUANTISED}  # fmt: skip
+    waits = copies_in_flight(compile_for(latent_attention._latent_attention, 8, 2, **given))
+    assert {*waits} == {0}
