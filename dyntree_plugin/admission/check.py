@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.admission import fit, offloading, vocabularies
 from dyntree_plugin.admission.attention_kernels import kernel_refusals
+from dyntree_plugin.admission.batch_scales import BATCH_SCALE_REFUSALS
 from dyntree_plugin.admission.blocks import BLOCK_REFUSALS, block_draft_refusals
 from dyntree_plugin.admission.connectors import CONNECTOR_REFUSALS
 from dyntree_plugin.admission.cuda_backends import CUDA_REFUSALS
@@ -138,7 +139,7 @@ def _refusals(
     of_device = {"cpu": on_cpu, "cuda": on_cuda}.get(device_type, ())
     of_targets = (*state_refusals(device_type), *LATENT_REFUSALS, *MROPE_REFUSALS)
     of_options = (*QUANTISED_CACHE_REFUSALS, *CONNECTOR_REFUSALS, *BLOCK_REFUSALS)
-    of_options += EXPERT_REFUSALS
+    of_options += (*EXPERT_REFUSALS, *BATCH_SCALE_REFUSALS)
     yield from _found((*ENGINE_REFUSALS, *of_targets, *of_options, *of_device), vllm_config)
     yield from _found(model_refusals(device_type), vllm_config.model_config, "target model: ")
     yield from kernel_refusals(vllm_config, options, device_type)
