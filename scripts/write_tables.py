@@ -194,7 +194,6 @@ REASONS = {
     "use_mla, kv_cache_dtype": "FP8 cache",
     "method, target's use_mla, uses_mrope": "block draft",
     "draft's architectures": "class of block draft",
-    "draft's quantization": "quantised block draft",
     "num_nextn_predict_layers, architecture": "several modules",
     "keys and values of different sizes": "keys and values of different sizes",
     "QwenGatedDeltaNetAttention": "Gated DeltaNet",

@@ -43,7 +43,7 @@ def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | Non
         "quant_method": "compressed-tensors",
         "format": form,
         "quantization_status": "compressed",
-        "ignore": ["lm_head", "re:.*(mtp|visual|experts|mlp\\.gate|in_proj_(a|b|ba))(\\.|$).*"],
+        "ignore": ["lm_head", "re:.*(mtp|visual|experts|mlp\\.gate|in_proj_(a|b|ba)|fc)(\\.|$).*"],
         "config_groups": {"group_0": group},
     }
 

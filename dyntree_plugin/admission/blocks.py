@@ -81,16 +81,9 @@ BLOCK_REFUSALS = (
         "a block draft was not compared yet on such targets; use a target without latent attention "
         "and M-RoPE, or another draft",
     ),
-    *_BLOCK.uncompared("pipeline_parallel_size", "dtype", "enable_lora", "kv_transfer_config"),
+    *_BLOCK.uncompared("pipeline_parallel_size"),
 )
 """Checks of ``VllmConfig``."""
-
-_QUANTISED = Refusal(
-    "draft's quantization",
-    lambda s: s.draft_model_config.quantization,
-    bool,
-    "quantised block drafts were not compared yet; use one that is not quantised",
-)
 
 _STATE_BLOCK_REFUSALS = (
     Refusal(
@@ -107,7 +100,13 @@ _STATE_BLOCK_REFUSALS = (
         "trees of a block draft whose logits cover a part of the vocabulary were not compared yet; "
         "use a draft of the whole vocabulary, without dspark_draft_topk",
     ),
-    _QUANTISED,
+    Refusal(
+        "draft's architectures, quantization",
+        lambda s: (s.draft_model_config.architectures, s.draft_model_config.quantization),
+        lambda found: "DFlashLagunaForCausalLM" in found[0] and bool(found[1]),
+        "vLLM reads the projections of such a draft as if they were not quantised; use one that is "
+        "not",
+    ),
     Refusal(
         "draft's mask token and vocabulary",
         _mask,
@@ -131,7 +130,6 @@ _STATE_BLOCK_REFUSALS = (
 """Checks of a ``SpeculativeConfig`` with a draft that reads the target's states as its cache."""
 
 _MASKS_REFUSALS = (
-    _QUANTISED,
     Refusal(
         "parallel_drafting, draft's mask token and vocabulary",
         _mask,

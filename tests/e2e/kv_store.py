@@ -1,7 +1,7 @@
 """KV connectors that keep committed blocks in a folder, and what breaks them.
 
 ``kv_connector_extra_config["folder"]`` names the folder. A block's file is named after the tokens
-up to its end.
+up to its end. In layers with states, a block holds those at its end.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BlockStore(KVConnectorBase_V1, SupportsHMA):
         self._saved: dict[str, int] = {}
         self._loads: Blocks = []
         # The worker's side.
-        self._caches: dict[str, torch.Tensor] = {}
+        self._caches: dict[str, list[torch.Tensor]] = {}
 
     def _named(self, request: Any, blocks: Any, first: int, last: int) -> Iterator[Any]:
         """Give the names and blocks of a request's blocks ``first`` to ``last`` - 1."""
@@ -115,15 +115,19 @@ class BlockStore(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         return self.request_finished(request, block_ids)
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._caches = {name: cache for name, cache in kv_caches.items() if name in self._group}
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._caches = {
+            name: [cache] if isinstance(cache, torch.Tensor) else [*cache]
+            for name, cache in kv_caches.items()
+            if name in self._group
+        }
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         for name, blocks in self._get_connector_metadata().loads:
             stored = torch.load(self._folder / name)
-            for layer, cache in self._caches.items():
-                if layer in stored:
-                    cache[blocks[self._group[layer]]] = stored[layer]
+            for layer, caches in self._caches.items():
+                for cache, parts in zip(caches, stored.get(layer, ()), strict=False):
+                    cache[blocks[self._group[layer]]] = parts
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
@@ -135,11 +139,11 @@ class BlockStore(KVConnectorBase_V1, SupportsHMA):
         for name, blocks in self._get_connector_metadata().saves:
             torch.save(self._read(blocks), self._folder / name)
 
-    def _read(self, blocks: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        return {
-            layer: cache[blocks[self._group[layer]]].clone()
-            for layer, cache in self._caches.items()
-        }
+    def _read(self, blocks: tuple[int, ...]) -> dict[str, list[torch.Tensor]]:
+        return {layer: self._parts(layer, blocks) for layer in self._caches}
+
+    def _parts(self, layer: str, blocks: tuple[int, ...]) -> list[torch.Tensor]:
+        return [cache[blocks[self._group[layer]]].clone() for cache in self._caches[layer]]
 
 
 class EarlyStore(BlockStore):
@@ -147,12 +151,13 @@ class EarlyStore(BlockStore):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._taken: dict[tuple[str, int], torch.Tensor] = {}
+        self._taken: dict[tuple[str, int], list[torch.Tensor]] = {}
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
         for blocks in self._get_connector_metadata().written:
             block = blocks[self._group[layer_name]]
-            self._taken[layer_name, block] = self._caches[layer_name][block].clone()
+            self._taken[layer_name, block] = super()._parts(layer_name, blocks)
 
-    def _read(self, blocks: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        return {layer: self._taken[layer, blocks[self._group[layer]]] for layer in self._caches}
+    def _parts(self, layer: str, blocks: tuple[int, ...]) -> list[torch.Tensor]:
+        taken = self._taken.get((layer, blocks[self._group[layer]]))
+        return super()._parts(layer, blocks) if taken is None else taken

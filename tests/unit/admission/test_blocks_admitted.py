@@ -18,6 +18,7 @@ from configurations import (
     refusal_of,
     with_all,
 )
+from vllm.config import KVTransferConfig
 
 from dyntree_plugin.admission.blocks import block_advice
 from dyntree_plugin.admission.cuda_backends import CUDA_REFUSALS
@@ -98,6 +99,13 @@ def test_options_that_do_not_fit_are_named(
 
 
 WINDOWS = {"sliding_window": 32, "use_sliding_window": True}
+LAGUNA = {
+    "architectures": ["DFlashLagunaForCausalLM"],
+    "head_dim": 16,
+    "draft_vocab_size": 128,
+    "layer_types": ["sliding_attention"],
+    **WINDOWS,
+}
 MIXED = WINDOWS | {
     "layer_types": ["sliding_attention", "full_attention"],
     "num_hidden_layers": 2,
@@ -126,17 +134,31 @@ def test_other_drafts_are_refused(
 
 UNCOMPARED: list[tuple[str, Any, str]] = [
     ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size=('dflash', 2)"),
-    ("speculative_config.draft_model_config.quantization", "fp8", "quantization='fp8'"),
-    ("model_config.dtype", torch.float16, "dtype=('dflash', 'float16')"),
-    ("lora_config", object(), "enable_lora=('dflash', True)"),
-    (
-        "kv_transfer_config",
-        SimpleNamespace(kv_connector=None),
-        "kv_transfer_config=('dflash', True)",
-    ),
     ("model_config.use_mla", True, "('dflash', (True, False))"),
     ("model_config.uses_mrope", True, "('dflash', (False, True))"),
 ]
+
+
+QUANTISED = "speculative_config.draft_model_config.quantization", "compressed-tensors"
+
+
+def test_options_of_recipes_are_admitted(build: Build, block: Arguments) -> None:
+    admitted = changed(build(**block()), *UNCHECKED)
+    for path, value in (
+        ("parallel_config.tensor_parallel_size", 2),
+        ("model_config.dtype", torch.float16),
+        ("lora_config", object()),
+        ("kv_transfer_config", KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")),
+        QUANTISED,
+    ):
+        admit(changed(admitted, path, value))
+
+
+def test_a_quantised_draft_that_vllm_misreads_is_refused(build: Build, block: Arguments) -> None:
+    admitted = changed(build(**block(**LAGUNA)), *UNCHECKED)
+    admit(admitted)
+    named = "quantization=(['DFlashLagunaForCausalLM'], 'compressed-tensors') is not supported"
+    assert named in refusal_of(changed(admitted, *QUANTISED))
 
 
 def test_what_was_not_compared_is_refused(build: Build, block: Arguments) -> None:
@@ -155,11 +177,7 @@ def test_dspark_is_admitted_without_a_choice_of_candidates(build: Build, block: 
 @pytest.mark.parametrize(
     "windows",
     [
-        {
-            "architectures": ["DFlashLagunaForCausalLM"],
-            "head_dim": 16,
-            "draft_vocab_size": 128,
-        },
+        LAGUNA,
         {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"},
         MIXED | {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0], "causal": True}},
     ],
@@ -266,9 +284,8 @@ def test_what_does_not_go_with_masks_is_refused(build: Build, masked: Arguments)
         build(**masked(), dyntree={"drafts": [draft]})
     admitted = changed(build(**masked()), *UNCHECKED)
     admitted = changed(admitted, "speculative_config.parallel_drafting", True)
-    assert "dtype=('draft_model', 'float16')" in refusal_of(
-        changed(admitted, "model_config.dtype", torch.float16)
-    )
+    piped = changed(admitted, "parallel_config.pipeline_parallel_size", 2)
+    assert "pipeline_parallel_size=('draft_model', 2)" in refusal_of(piped)
 
 
 @pytest.mark.parametrize(
