@@ -80,12 +80,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 an indexer, and that with a layer that shares what the layer before it has selected."""
 
 
-def latent_target(folder: Path, kind: str, seed: int = 0) -> Path:
-    """Write a target of a `CONFIGS` key, and return its folder.
+def latent_target(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Path:
+    """Write a target of a `CONFIGS` key with ``changes``, and return its folder.
 
     If it is to have a module of multi-token prediction, that is like its last layer.
     """
-    shape = _COMMON | CONFIGS[kind]
+    shape = _COMMON | CONFIGS[kind] | changes
     random_target(folder, kind, seed, shape)
     if not shape.get("num_nextn_predict_layers"):
         return folder

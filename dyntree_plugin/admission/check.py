@@ -19,7 +19,6 @@ from dyntree_plugin.admission.heads import HEAD_REFUSALS
 from dyntree_plugin.admission.latent import (
     LATENT_DRAFT_REFUSALS,
     LATENT_ON_CPU,
-    LATENT_REFUSALS,
     SPARSE_ON_CUDA,
 )
 from dyntree_plugin.admission.mrope import MROPE_REFUSALS
@@ -137,7 +136,7 @@ def _refusals(
     on_cpu = (*CPU_REFUSALS, *LATENT_ON_CPU)
     on_cuda = (*CUDA_REFUSALS, *SPARSE_ON_CUDA)
     of_device = {"cpu": on_cpu, "cuda": on_cuda}.get(device_type, ())
-    of_targets = (*state_refusals(device_type), *LATENT_REFUSALS, *MROPE_REFUSALS)
+    of_targets = (*state_refusals(device_type), *MROPE_REFUSALS)
     of_options = (*QUANTISED_CACHE_REFUSALS, *CONNECTOR_REFUSALS, *BLOCK_REFUSALS)
     of_options += (*EXPERT_REFUSALS, *BATCH_SCALE_REFUSALS)
     yield from _found((*ENGINE_REFUSALS, *of_targets, *of_options, *of_device), vllm_config)

@@ -12,12 +12,12 @@ SPARSE_TARGETS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 _LATENT = Targets("use_mla", lambda m: m.use_mla)
 _SPARSE = Targets("index_topk", index_topk)
 
-LATENT_REFUSALS = tuple(_LATENT.uncompared("enable_lora"))
-"""Checks of ``VllmConfig``."""
-
 SPARSE_ON_CUDA = (
     _SPARSE.other_than(SPARSE_TARGETS),
-    *_SPARSE.uncompared("dtype", "pipeline_parallel_size", "kv_cache_dtype", "kv_transfer_config"),
+    *_SPARSE.uncompared(
+        *("dtype", "pipeline_parallel_size", "kv_cache_dtype"),
+        *("kv_transfer_config", "enable_lora"),
+    ),
     _SPARSE.refusal(
         "attention_config.indexer_kv_dtype",
         lambda c: c.attention_config.indexer_kv_dtype,
@@ -31,7 +31,7 @@ SPARSE_ON_CUDA = (
         "trees have to be moved in a cache on the device; leave it out",
     ),
 )
-"""Those on CUDA besides."""
+"""Checks of ``VllmConfig`` on CUDA."""
 
 LATENT_ON_CPU = (
     _LATENT.refusal(
@@ -47,7 +47,7 @@ LATENT_ON_CPU = (
         "vLLM's latent attention on a CPU reads no quantised cache; set it to the model's type",
     ),
 )
-"""Those on a CPU besides."""
+"""Those on a CPU."""
 
 LATENT_DRAFT_REFUSALS = (
     Refusal(

@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from dyntree_plugin import pair
@@ -48,7 +48,6 @@ def write_adapter(
 
     ``scale`` and ``output``: what a module, and the output layer, adds to a row of unit variance.
     """
-    folder.mkdir(parents=True)
     draws = torch.Generator().manual_seed(seed)
     config = AutoConfig.from_pretrained(target).get_text_config()
     width, heads = config.hidden_size, config.head_dim
@@ -78,13 +77,36 @@ def write_adapter(
             add(name, *shapes[module.split(".")[1]], scale)
     if output:
         add("base_model.model.lm_head", width, config.vocab_size, output)
-    save_file(weights, folder / "adapter_model.safetensors")
     targets = [*(module.split(".")[1] for module in modules), *(["lm_head"] if output else [])]
+    return _written(folder, weights, targets)
+
+
+def adapter_of(folder: Path, seed: int, target: Path, modules: Sequence[str]) -> str:
+    """Write an adapter of all ``modules`` of these names that a checkpoint has; return its folder.
+
+    It adds as much to a row as `write_adapter`.
+    """
+    draws = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, stored in load_file(target / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in modules and stored.dim() == 2:
+            down = torch.randn(RANK, stored.shape[1], generator=draws)
+            up = torch.randn(len(stored), RANK, generator=draws)
+            key = f"base_model.model.{module}"
+            weights[f"{key}.lora_A.weight"] = down / stored.shape[1] ** 0.5
+            weights[f"{key}.lora_B.weight"] = 0.1 * up / RANK**0.5
+    return _written(folder, weights, modules)
+
+
+def _written(folder: Path, weights: dict[str, torch.Tensor], targets: Sequence[str]) -> str:
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "adapter_model.safetensors")
     described = {
         "peft_type": "LORA",
         "r": RANK,
         "lora_alpha": RANK,
-        "target_modules": targets,
+        "target_modules": [*targets],
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(described))

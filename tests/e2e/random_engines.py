@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from adapters import LORA, write_adapter
+from adapters import LORA, adapter_of, write_adapter
 from comparison import by_request, mismatches
 from device_identity import VOCABULARY, noise
 from engine_process import Output, Request, Result, Run, serve
@@ -76,14 +76,23 @@ Engines = Mapping[str, tuple[dict[str, Any], dict[str, Run]]]
 """Arguments and runs by name."""
 
 
-def with_adapters(plain: dict[str, Any], draft: dict[str, Any], served: Run = LONG) -> Engines:
-    """Two adapters of all linear layers, and none, in one batch."""
+def with_adapters(
+    plain: dict[str, Any],
+    draft: dict[str, Any],
+    served: Run = LONG,
+    modules: Sequence[str] = (),
+) -> Engines:
+    """Two adapters of all linear layers, and none, in one batch. ``modules``: the names of those
+    layers, if they are not Llama's."""
     target = Path(plain["model"])
-    folders = [
-        write_adapter(target.with_name(f"{target.name} adapter {seed}"), seed, target)
-        for seed in (1, 2)
+    folders = [target.with_name(f"{target.name} adapter {seed}") for seed in (1, 2)]
+    written = [
+        adapter_of(folder, seed, target, modules)
+        if modules
+        else write_adapter(folder, seed, target)
+        for seed, folder in enumerate(folders, start=1)
     ]
-    run = Run(adapters_in_turn(served.requests, folders))
+    run = Run(adapters_in_turn(served.requests, written))
     # vLLM has room for one change of adapter per request: 16.
     broken = {each: replace(run, sabotage=each, batch=7) for each in MIXED_UP}
     return {

@@ -1,5 +1,5 @@
-"""Options together with what drafts: the tokens are those without trees, and a draft is accepted as
-without the option. `test_targets` has the options together with kinds of targets."""
+"""Options together with what drafts, and with kinds of targets: the tokens are those without trees,
+and a draft is accepted as without the option."""
 
 from __future__ import annotations
 
@@ -15,8 +15,16 @@ from block_engines import block_engine
 from comparison import accepted_per_step, by_request, mismatches
 from engine_process import Run, serve
 from features import adapters_in_turn
+from latent_targets import latent_target
 from quantized_models import quantized
-from random_engines import MIXED_UP, REQUESTS, Target
+from random_engines import (
+    LATENT_ON_CPU,
+    MIXED_UP,
+    NODES,
+    REQUESTS,
+    Target,
+    with_adapters,
+)
 from ranks import serve_on_ranks
 from safetensors.torch import load_file, save_file
 
@@ -137,3 +145,39 @@ def test_a_quantised_draft_is_accepted_as_it_was(
     assert [mismatches(SEEN, each, plain) for each in served.values()] == [[]] * 3
     assert accepted["int8"] == pytest.approx(accepted["whole"], rel=0.1)
     assert accepted["misread"] < 0.9 * accepted["int8"]
+
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+ADAPTED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], dict[str, Any]]] = {
+    "deepseek_v2": (
+        lambda folder: latent_target(folder, "deepseek_v2", first_k_dense_replace=3),
+        ("q_proj", "kv_a_proj_with_mqa", "o_proj", *_MLP),
+        LATENT_ON_CPU,
+    ),
+}
+"""How to write a target, its modules that have adapters, and what engines without trees take."""
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_targets_of_other_kinds_serve_adapters(
+    kind: str, tmp_path: Path, tell: Callable[[str], None]
+) -> None:
+    """Controls: rows of nodes on the base model, and adapters of other requests."""
+    write, modules, of_plain = ADAPTED[kind]
+    of = {"model": str(write(tmp_path / kind)), "enable_prefix_caching": False}
+    plain = workload.without_tree() | of | of_plain
+    look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | of
+    own = Target({"base": (plain, {"sound": RUN}), **with_adapters(plain, look_up, RUN, modules)})
+    found = {name: own.differing("adapters", name) for name in own.engines["adapters"][1]}
+    outputs = (own.served(each)["sound"].outputs for each in ("base", "plain with adapters"))
+    moved = sum(
+        a is not None and b is not None and a.tokens != b.tokens
+        for a, b in zip(*outputs, strict=True)
+    )
+    accepted = accepted_per_step(own.served("adapters")["sound"])
+    tell(f"{kind} with adapters: {accepted:.3f}, {found}, {moved} answers of the base changed")
+    assert found.pop("sound") == 0
+    assert all(found.values())
+    assert moved > 8
+    assert accepted > 0.3

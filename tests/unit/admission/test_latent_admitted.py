@@ -78,17 +78,15 @@ def test_eagle_heads_with_latent_attention_are_refused(latent: VllmConfig) -> No
     assert "method, use_mla=('eagle', True) is not supported" in reason
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "named"),
-    [
-        ("model_config.hf_text_config.index_topk", 2048, "index_topk=(True, 2048)"),
-        ("lora_config", object(), "enable_lora=(True, True)"),
-    ],
-)
-def test_what_was_not_compared_is_refused(
-    latent: VllmConfig, path: str, value: Any, named: str
-) -> None:
-    assert f"use_mla, {named} is not supported" in refusal_of(changed(latent, path, value))
+def test_an_indexer_is_refused_on_a_cpu(latent: VllmConfig) -> None:
+    sparse = changed(latent, "model_config.hf_text_config.index_topk", 2048)
+    assert "use_mla, index_topk=(True, 2048) is not supported" in refusal_of(sparse)
+
+
+def test_adapters_are_admitted(latent: VllmConfig) -> None:
+    adapted = changed(latent, "lora_config", object())
+    admit(adapted)
+    admit(in_half(adapted), "cuda")
 
 
 def sparse(latent: VllmConfig, *changes: tuple[str, Any]) -> VllmConfig:
