@@ -14,7 +14,8 @@ class MaskBuffers:
     """Context lengths and ancestor bits of a batch, at addresses that never change.
 
     A request without a tree is treated as a chain if its rows fit into a tree's columns. So one
-    kernel serves every batch in which no request has more rows than that.
+    kernel serves every batch in which no request has more rows than that, and none rows of an image
+    that see later ones.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class MaskBuffers:
         ancestor_bits: torch.Tensor | None = None,
         *,
         all_trees: bool = False,
+        chains: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the masks of a batch of R requests and T = ``num_rows`` rows, padding included.
 
@@ -58,16 +60,19 @@ class MaskBuffers:
             ctx_lens: as in `TreeMask`, without padding.
             ancestor_bits: as in `TreeMask`, without padding.
             all_trees: whether every request but padding has a tree.
+            chains: whether requests without a tree are chains where their rows fit.
 
         Returns:
-            Views of the buffers: context lengths int32 [R], -1 for requests whose rows do not fit,
-            and bits int32 [T, words].
+            Views of the buffers: context lengths int32 [R], -1 for requests whose rows do not fit
+            or are no chain, and bits int32 [T, words].
         """
         requests = seq_lens.shape[0]
         out_lens, out_bits = self.room(requests, num_rows)
         real = 0 if ctx_lens is None else ctx_lens.shape[0]
-        if not all_trees:
+        if not all_trees and chains:
             self._fill_chains(query_start_loc, seq_lens, out_lens, out_bits)
+        elif not all_trees:
+            out_lens.fill_(-1)
         elif real < self._filled:
             self._ctx_lens[real : self._filled].fill_(-1)
         self._filled = real if all_trees else max(requests, self._filled)

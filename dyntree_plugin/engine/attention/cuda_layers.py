@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.composite import requires_mm_prefix
 
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.choice import choose_kernel
@@ -26,12 +27,23 @@ class TreeAttentionMetadata:
     """Metadata of a batch with trees.
 
     ``launch`` runs the kernel of trees. ``stock`` is the backend's metadata if a request has
-    more rows than a tree: then the stock kernel runs first, and the kernel of trees overwrites its
-    own rows.
+    more rows than a tree, or rows of an image that see later ones: then the stock kernel runs
+    first, and the kernel of trees overwrites its own rows.
     """
 
     launch: Launch
     stock: Any | None
+
+    @property
+    def mm_prefix_range_tensor(self) -> torch.Tensor | None:
+        """The places of images. Gemma-4 sets it to None for layers of full attention."""
+        found: torch.Tensor | None = getattr(self.stock, "mm_prefix_range_tensor", None)
+        return found
+
+    @mm_prefix_range_tensor.setter
+    def mm_prefix_range_tensor(self, ranges: torch.Tensor | None) -> None:
+        if self.stock is not None:
+            self.stock.mm_prefix_range_tensor = ranges
 
 
 class TreeMetadataBuilder:
@@ -107,7 +119,8 @@ class TreeMetadataBuilder:
         if tree_mask is not None and tree_mask.in_place:
             rows = _rows(common, tree_mask.ctx_lens, tree_mask.ancestor_bits, common.max_query_len)
             return TreeAttentionMetadata(self._drafting_kernel.plan(rows), None)
-        if tree_mask is None and self.is_left_to_stock(common):
+        images = _has_images(common)
+        if tree_mask is None and (images or self.is_left_to_stock(common)):
             return self.build_stock(common, fast_build)
         if common.max_query_len > buffers.columns and not self._serves_any(common):
             return self.build_stock(common, fast_build)
@@ -119,14 +132,16 @@ class TreeMetadataBuilder:
                 "all_trees": not tree_mask.has_plain,
             }
         ctx_lens, bits = buffers.fill(
-            common.query_start_loc, common.seq_lens, common.num_actual_tokens, **mask
+            *(common.query_start_loc, common.seq_lens, common.num_actual_tokens),
+            **mask,
+            chains=not images,
         )
         shape = common.num_reqs, common.num_actual_tokens
         for_graph = shape in self._captured and self._is_graph_shaped(common)
         # Each number of rows may need a separate kernel; graphs compile theirs at capture.
         most = common.max_query_len if for_graph else buffers.columns
         rows = _rows(common, ctx_lens, bits, most, for_graph)
-        if common.max_query_len <= buffers.columns:
+        if common.max_query_len <= buffers.columns and not images:
             return TreeAttentionMetadata(self._kernel.plan(rows), None)
         own = self.build_stock(common, fast_build)
         return TreeAttentionMetadata(self._drafting_kernel.plan(rows), own)
@@ -160,6 +175,16 @@ class TreeMetadataBuilder:
         if self.masks is None or not self.fewest_rows <= rows <= self.masks.columns:
             return False
         return bool(common.num_actual_tokens == common.num_reqs * rows)
+
+
+def _has_images(common: CommonAttentionMetadata) -> bool:
+    """Return whether any row of a prompt is of an image whose rows see later ones, too.
+
+    A graph serves no such batch: of a prompt it takes the last token alone.
+    """
+    if not common.mm_req_doc_ranges or common.is_prefilling is None:
+        return False
+    return bool(common.is_prefilling.any()) and requires_mm_prefix(common)  # sync: host memory
 
 
 def _rows(

@@ -38,10 +38,17 @@ def _unified_attention(
     softmax_scale: float,
     block_table: torch.Tensor,
     window_size: tuple[int, int],
+    mm_prefix_range: torch.Tensor | None = None,
+    mm_prefix_clamp_sliding_window: bool = False,
     **_: Any,
 ) -> None:
     """Compute causal attention of each request's last rows over its ``seqused_k`` cached rows, of
-    which a row sees ``window_size[0]`` before its own, or all for -1."""
+    which a row sees ``window_size[0]`` before its own, or all for -1.
+
+    ``mm_prefix_range`` [R, N, 2]: places of images, whose rows see each other both ways; with
+    ``mm_prefix_clamp_sliding_window`` none that is before their window. Without a place, first and
+    last are 0.
+    """
     group = q.shape[1] // k.shape[2]
     bounds = cu_seqlens_q.tolist()
     for request, length in enumerate(seqused_k.tolist()):
@@ -55,6 +62,9 @@ def _unified_attention(
         own = (length - last + torch.arange(first, last))[:, None]
         before = window_size[0] if window_size[0] >= 0 else length
         seen = (at <= own) & (at >= own - before)
+        for begin, end in [] if mm_prefix_range is None else mm_prefix_range[request].tolist():
+            inside = (own >= begin) & (own <= end) & (at >= begin) & (at <= end) & (begin < end)
+            seen |= inside & (at >= own - before) if mm_prefix_clamp_sliding_window else inside
         values = values.masked_fill(~seen.any(0)[:, None, None], 0.0)  # freed blocks hold anything
         scores = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1).nan_to_num()
         out[first:last] = torch.einsum("hts,shd->thd", scores, values)

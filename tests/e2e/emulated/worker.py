@@ -138,6 +138,8 @@ def configure() -> None:
         scheduler.async_scheduling = True
         scheduler.enable_chunked_prefill = wanted.enable_chunked_prefill
         scheduler.max_num_batched_tokens = wanted.max_num_batched_tokens
+        # As vLLM's platform of CUDA does.
+        scheduler.disable_chunked_mm_input = vllm_config.model_config.is_mm_prefix_lm
         vllm_config.cache_config.enable_prefix_caching = as_given.cache_config.enable_prefix_caching
         vllm_config.cache_config.block_size = as_given.cache_config.block_size
         if not vllm_config.model_config.enforce_eager:

@@ -128,6 +128,8 @@ def common(*rows: int, context: int = 100) -> Any:
         num_actual_tokens=int(start[-1]),
         max_query_len=max(rows),
         block_table_tensor=torch.zeros(len(rows), 8, dtype=torch.int32),
+        mm_req_doc_ranges=None,
+        is_prefilling=torch.zeros(len(rows), dtype=torch.bool),
     )
 
 
@@ -182,6 +184,60 @@ def test_a_batch_without_trees_is_the_stock_backends(builder: Builder, kernels: 
     assert builder.build(0, common(20, 1)) == "stock"
     assert output_of("stock", 3) == [1.0] * 3
     assert kernels[0].planned == kernels[1].planned == []
+
+
+def of_images(*rows: int, prompts: list[bool], ranges: dict[int, list[tuple[int, int]]]) -> Any:
+    """Return a batch whose requests begin at position 100, and have images at ``ranges``."""
+    own = common(*rows)
+    own.mm_req_doc_ranges, own.is_prefilling = ranges, torch.tensor(prompts)
+    return own
+
+
+@pytest.mark.parametrize(
+    ("image", "ours"),
+    [
+        ((101, 104), False),
+        ((90, 102), False),  # the prefix cache holds a part
+        ((103, 104), False),
+        ((90, 100), True),  # rows that see no later one
+        ((104, 104), True),
+        ((50, 99), True),
+    ],
+)
+def test_rows_of_an_image_among_trees_run_on_the_stock_kernel(
+    image: tuple[int, int], ours: bool, builder: Builder, kernels: Any
+) -> None:
+    """However few they are; and so do the other requests without a tree."""
+    batch = of_images(9, 5, 1, prompts=[False, True, False], ranges={0: [], 1: [image], 2: []})
+    found = builder.build(0, batch, tree_mask=mask([100, -1, -1], 15))
+    assert output_of(found, 15) == ([2.0] * 15 if ours else [3.0] * 9 + [1.0] * 6)
+    (rows,) = kernels[not ours].planned
+    assert rows.ctx_lens.tolist() == ([100] * 3 if ours else [100, -1, -1])
+
+
+def test_trees_after_an_image_run_on_the_tree_kernel_alone(builder: Builder) -> None:
+    batch = of_images(9, 9, prompts=[False, False], ranges={0: [(20, 30)], 1: [(95, 105)]})
+    assert output_of(builder.build(0, batch, tree_mask=mask([100, 100], 18)), 18) == [2.0] * 18
+
+
+def test_a_prompt_with_an_image_of_as_many_rows_as_a_tree_is_the_stock_backends(
+    builder: Builder,
+) -> None:
+    builder.build_for_cudagraph_capture(common(9))
+    batch = of_images(9, prompts=[True], ranges={0: [(101, 104)]})
+    assert builder.build(0, batch) == "stock"
+
+
+def test_a_layer_can_be_kept_from_the_places_of_images() -> None:
+    """As Gemma-4 keeps its layers of full attention."""
+    stock, none = SimpleNamespace(mm_prefix_range_tensor=torch.ones(1)), SimpleNamespace()
+    unused: Any = None
+    found = cuda_layers.TreeAttentionMetadata(unused, stock)
+    assert found.mm_prefix_range_tensor is stock.mm_prefix_range_tensor
+    found.mm_prefix_range_tensor = None
+    assert stock.mm_prefix_range_tensor is None
+    for without in (None, none):
+        assert cuda_layers.TreeAttentionMetadata(unused, without).mm_prefix_range_tensor is None
 
 
 def test_a_graph_finds_the_trees_of_later_steps_where_it_was_captured(
