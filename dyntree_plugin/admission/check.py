@@ -193,9 +193,9 @@ def _exceeds_programs(plan: TreePlan) -> Iterator[str]:
             f"trees of at most {MOST_ON_CUDA} nodes; lower num_speculative_tokens or "
             f"{NAMESPACE}.node_budget to that"
         )
-    if plan.draws and plan.candidates > MOST_CANDIDATES:
+    if plan.growing.start is None and plan.candidates > MOST_CANDIDATES:
         yield (
-            f"exactness=distribution on CUDA draws from at most {MOST_CANDIDATES} candidates, not "
+            f"growth={plan.growth.name} on CUDA has at most {MOST_CANDIDATES} candidates, not "
             f"{plan.candidates}; lower {NAMESPACE}.children, width or max_forwards"
         )
 

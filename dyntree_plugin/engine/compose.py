@@ -81,11 +81,8 @@ class Composer:
     def growth(self, memory: GrowthMemory) -> StepGrowth:
         """Make the growth of the plan's trees."""
         trees, plan = self.trees, self.trees.plan
-        growth = self._compiled(memory)
-        if growth is not None:
-            return growth
-        if plan.draws:
-            raise RuntimeError("nothing compiled draws from so many candidates")
+        if plan.growing.start is None:
+            return self._compiled(memory)
         pick = ChildPicker(plan, self.ops.perturb, self.estimate)
         return TensorGrowth(trees, pick, memory, self.draws)
 
@@ -99,11 +96,8 @@ class Composer:
             return SamplesWalk(DrawnSamples(trees, self.draws, ops.decide_trees), walk)
         return DrawnWalk(trees, self.draws, buffers, ops.perturb)
 
-    def _compiled(self, memory: GrowthMemory) -> StepGrowth | None:
-        """Make compiled growth; None where there is none for the plan."""
+    def _compiled(self, memory: GrowthMemory) -> StepGrowth:
         plan = self.trees.plan
-        if plan.growth.name != "topk":
-            return None
         return self.ops.compiled_growth(
             GrowthSettings(
                 of_requests=memory.of_requests,

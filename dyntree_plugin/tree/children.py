@@ -7,11 +7,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
-from dyntree_kernels.contracts import BESIDE
-from dyntree_kernels.contracts import DRAFT as DRAFT_KIND
-from dyntree_kernels.tries import Trie
-from dyntree_plugin.tree.judged import Asked, JudgedTrie
 from dyntree_plugin.tree.noise import DRAFT, stream
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.value import AcceptanceEstimate, features
@@ -51,16 +46,12 @@ class DraftRows(NamedTuple):
 class Children(NamedTuple):
     """K children of M rows: ``tokens`` int64 and ``log_probs`` float32 [M, K] for `Growth.add`,
     ``distributions`` float32 [M, V] where the rule needs them, and ``features`` float32
-    [M, K, FEATURES] where values are learned. ``asked`` float32 [R, T]: log probabilities of tokens
-    that were asked for, NaN where there is no row or its row has no distribution. ``beside`` bool
-    [M]: whether any token was asked for in a row."""
+    [M, K, FEATURES] where values are learned."""
 
     tokens: torch.Tensor
     log_probs: torch.Tensor
     distributions: torch.Tensor | None = None
     features: torch.Tensor | None = None
-    asked: torch.Tensor | None = None
-    beside: torch.Tensor | None = None
 
     def by_request(self, num_requests: int) -> Children:
         """Split the rows [M] into [R, W]; the rows of each of R requests follow one another."""
@@ -73,8 +64,6 @@ class Children(NamedTuple):
             split(self.log_probs),
             None if self.distributions is None else split(self.distributions),
             None if self.features is None else split(self.features),
-            self.asked,
-            None if self.beside is None else split(self.beside),
         )
 
 
@@ -87,49 +76,14 @@ class ChildPicker:
         self._perturb = perturb
         self.estimate = estimate
 
-    def __call__(
-        self, logits: torch.Tensor, rows: DraftRows, all_greedy: bool, asked: Asked | None = None
-    ) -> Children:
+    def __call__(self, logits: torch.Tensor, rows: DraftRows, all_greedy: bool) -> Children:
         """Return the children below M draft rows with ``logits`` [M, V].
 
-        ``all_greedy`` says that every row has temperature 0, so that no noise is needed. ``asked``
-        are tokens whose log probabilities are wanted besides.
+        ``all_greedy`` says that every row has temperature 0, so that no noise is needed.
         """
         if self._growing.sampling != "best":
             return self._drawn(logits, rows, all_greedy)
-        scores = self._scores(logits, rows, all_greedy)
-        if asked is None:
-            return self._best(scores, rows, DRAFT_KIND)
-        beside = asked.any_in(len(scores))
-        found = self._best(scores, rows, torch.where(beside, BESIDE, DRAFT_KIND)[:, None])
-        return found._replace(asked=_log_probs_of(scores, asked), beside=beside)
-
-    def judged(self, trie: Trie, noise: torch.Tensor, classes: torch.Tensor) -> JudgedTrie:
-        """Return what is known of a trie's nodes before the draft judges them; see `JudgedTrie`."""
-        return JudgedTrie(trie, noise, classes, self.estimate if self._plan.calibrated else None)
-
-    def trie_noise(
-        self, trie: Trie, roots: torch.Tensor, seeds: torch.Tensor, temperatures: torch.Tensor,
-        vocabulary: int,
-    ) -> torch.Tensor:  # fmt: skip
-        """Return the noise of the target's sampler at the nodes of a trie, float32 [R, T].
-
-        ``roots`` int64 [R] are the positions of the roots. The noise is 0 for greedy requests, and
-        without coupling.
-        """
-        if not self._plan.coupled:
-            return torch.zeros_like(trie.evidence)
-        depths = unpack_bits(ancestor_bits(trie.above), trie.tokens.shape[1]).sum(dim=2)
-        levels = self._plan.shape.max_depth
-        positions = roots[:, None] + torch.arange(levels, device=roots.device)
-        # Nodes of one depth share their position.
-        like = torch.zeros(positions.numel(), vocabulary, device=roots.device)
-        noise = self._gumbel(like, seeds.repeat_interleave(levels), positions.flatten())
-        row = torch.arange(len(roots), device=roots.device)[:, None]
-        of_nodes = noise.view(len(roots), levels, -1)[
-            row, (depths - 1).clamp(max=levels - 1), trie.tokens
-        ]
-        return of_nodes.masked_fill((temperatures == 0)[:, None], 0.0)
+        return self._best(self._scores(logits, rows, all_greedy), rows)
 
     def _scores(self, logits: torch.Tensor, rows: DraftRows, all_greedy: bool) -> torch.Tensor:
         if all_greedy:
@@ -138,7 +92,7 @@ class ChildPicker:
             return self._perturb(logits.float(), rows.temperature, rows.seeds, rows.positions)
         return temperature_scaled(logits, rows.temperature)
 
-    def _best(self, scores: torch.Tensor, rows: DraftRows, kinds: torch.Tensor | int) -> Children:
+    def _best(self, scores: torch.Tensor, rows: DraftRows) -> Children:
         count = self._growing.children
         if not self._plan.calibrated:
             return Children(*top_children(scores, count, rows.chained))
@@ -146,7 +100,7 @@ class ChildPicker:
         tokens, log_probs = top_children(scores, min(max(2, count), scores.shape[1]))
         seen = features(log_probs)[:, :count]
         tokens, log_probs = tokens[:, :count], log_probs[:, :count]
-        chance = self.estimate.log_chance(seen, rows.classes, kinds)
+        chance = self.estimate.log_chance(seen, rows.classes)
         chance = chance.masked_fill(log_probs.isneginf(), float("-inf"))
         return Children(tokens, only_first(chance, rows.chained), features=seen)
 
@@ -192,14 +146,6 @@ class ChildPicker:
     ) -> torch.Tensor:
         ones = torch.ones(like.shape[0], device=like.device)
         return self._perturb(torch.zeros_like(like), ones, seeds, positions)
-
-
-def _log_probs_of(scores: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """Return log probabilities of the tokens asked for among ``scores`` [M, V]."""
-    total = scores.logsumexp(dim=1)
-    rows = asked.rows.clamp(min=0)
-    found = scores[rows, asked.tokens] - total[rows]
-    return found.masked_fill((asked.rows < 0) | ~total[rows].isfinite(), torch.nan)
 
 
 def temperature_scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

@@ -95,17 +95,15 @@ def packed() -> torch.Tensor:
 class Step:
     """One step's trees of a plan, ranked by ``rank``."""
 
-    def __init__(
-        self, plan: TreePlan, rank: Rank | None, *, compiled: bool, tries: Any = None
-    ) -> None:
+    def __init__(self, plan: TreePlan, rank: Rank | None, tries: Any = None) -> None:
         self.plan = plan
         self.trees = TreeStore(len(SLOTS), plan, VOCAB, torch.device("cpu"))
         self.source = Source(plan, tries)
         chained = torch.zeros(len(SLOTS) + 1).bool()
         source: Any = self.source  # rows without metadata
-        kind, estimate = CompiledGrowth if compiled else None, AcceptanceEstimate("cpu")
+        estimate = AcceptanceEstimate("cpu")
         stages = DraftStages(
-            growth_of(kind, self.trees, self.source.memory, estimate),
+            growth_of(CompiledGrowth, self.trees, self.source.memory, estimate),
             self.source.memory.of_requests,
             source=source,
             writer=source,

@@ -1,4 +1,4 @@
-"""Check on every device that growth takes tries as growth on tensors does."""
+"""Check on every device that growth takes tries as the oracle does."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from growth_checks import BROKEN, CASE, Growths, by_tensors
+from growth_checks import BROKEN, CASE, Growths, by_oracle
 from growth_steps import CPU, Case, Step, runs_parents, same, same_trees
+from reference.best_first import BestFirst, Node
 
 from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, LOOK_UP
 from dyntree_kernels.tries import Trie
-from dyntree_plugin.tree.growth.grafts import Grafts
-from dyntree_plugin.tree.growth.topk import TopKGrowth
-from dyntree_plugin.tree.judged import JudgedTrie
 from dyntree_plugin.tree.shape import TreeShape
 
 GRAFTED = replace(CASE, shape=TreeShape(24, 5, width=4, children=2, grafts=16))
@@ -56,19 +54,20 @@ WITH_TRIES |= {f"a head: {name}": grafted(WITH_TRIES[name], head=True) for name 
 
 
 def without_merge(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Grafts, "merge", lambda self, first, tokens, log_probs, judged: log_probs)
+    patch.setattr(BestFirst, "is_known", lambda self, token, beside: False)
 
 
 def without_judgement(patch: pytest.MonkeyPatch) -> None:
-    merge = Grafts.merge
-    patch.setattr(Grafts, "merge", lambda *arguments: merge(*arguments[:-1], None))
+    patch.setattr(BestFirst, "judge", lambda *given: None)
 
 
 def other_kinds(patch: pytest.MonkeyPatch) -> None:
-    stock = JudgedTrie.candidate_kinds.fget
-    assert stock is not None
-    kinds = stock
-    patch.setattr(JudgedTrie, "candidate_kinds", property(lambda self: kinds(self).roll(1, dims=1)))
+    stock = Node.__init__
+
+    def init(self: Node, token: int, above: Any, chance: float, kind: int, known: Any) -> None:
+        stock(self, token, above, chance, DRAFT if kind == BESIDE else kind, known)
+
+    patch.setattr(Node, "__init__", init)
 
 
 def other_evidence(patch: pytest.MonkeyPatch) -> None:
@@ -78,16 +77,15 @@ def other_evidence(patch: pytest.MonkeyPatch) -> None:
 
 def whole_paths(patch: pytest.MonkeyPatch) -> None:
     """Let a head's forward run a node and its child, as a draft model's does."""
-    stock = TopKGrowth.graft
-    patch.setattr(TopKGrowth, "graft", lambda self, *given, whole_paths: stock(self, *given))
+    patch.setattr(BestFirst, "runs_paths", lambda self, node, taken: node.above in taken)
 
 
 class GraftChecks(Growths):
     """Tests of growth with tries."""
 
     @pytest.mark.parametrize("name", WITH_TRIES)
-    def test_the_trees_are_those_of_the_tensors(self, name: str) -> None:
-        same(self.grown(WITH_TRIES[name]), by_tensors(WITH_TRIES[name]))
+    def test_the_trees_are_those_of_the_oracle(self, name: str) -> None:
+        same(self.grown(WITH_TRIES[name]), by_oracle(WITH_TRIES[name]))
 
     @pytest.mark.parametrize(
         "broken",
@@ -96,7 +94,7 @@ class GraftChecks(Growths):
     def test_a_merge_or_a_judgement_that_is_broken_is_seen(
         self, broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Control of the comparison with the tensors, which are broken."""
+        """Control of the comparison with the oracle, which is broken."""
         ours = self.grown(GRAFTED_HEAD)
         broken(monkeypatch)
         with pytest.raises((AssertionError, ValueError)):
@@ -154,7 +152,7 @@ class GraftChecks(Growths):
 
         def compare(ours: Case, theirs: Case) -> None:
             if picked:
-                same(self.grown(ours), by_tensors(theirs))
+                same(self.grown(ours), by_oracle(theirs))
             else:
                 same_trees(self.step(ours).alone(), Step(theirs).alone())
 
@@ -174,7 +172,7 @@ class GraftChecks(Growths):
 
     @pytest.mark.parametrize("case", [GRAFTED, GRAFTED_HEAD], ids=["draft", "head"])
     def test_memory_is_left_ready_for_the_next_step(self, case: Case) -> None:
-        same(self.step(case).run(replace(case, seed=7).logits()).run(), by_tensors(case))
+        same(self.step(case).run(replace(case, seed=7).logits()).run(), by_oracle(case))
 
     def test_a_step_without_a_trie_has_no_nodes_of_the_last_one(self) -> None:
         plain, logits = grafted(grafts=0), GRAFTED.logits()

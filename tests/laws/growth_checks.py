@@ -1,4 +1,4 @@
-"""Check on every device that growth makes the trees of growth on tensors, from the same logits."""
+"""Check on every device that growth makes the trees of the oracle, from the same logits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from growth_steps import CPU, SLOTS, STORED, Case, Kind, Step, same
+from reference.best_first import BestFirst
 
-from dyntree_plugin.tree.growth.topk import TopKGrowth
 from dyntree_plugin.tree.shape import TreeShape
 
 CASE = Case(TreeShape(node_budget=12, max_depth=4, width=3, children=4))
@@ -66,7 +66,7 @@ BROKEN = [float("nan"), float("inf"), float("-inf")]
 
 
 @cache
-def by_tensors(case: Case) -> Step:
+def by_oracle(case: Case) -> Step:
     return Step(case).run()
 
 
@@ -94,27 +94,28 @@ class GrowthChecks(Growths):
     """Tests of growth without tries."""
 
     @pytest.mark.parametrize("name", CASES)
-    def test_the_trees_are_those_of_the_tensors(self, name: str) -> None:
-        same(self.grown(CASES[name]), by_tensors(CASES[name]))
+    def test_the_trees_are_those_of_the_oracle(self, name: str) -> None:
+        same(self.grown(CASES[name]), by_oracle(CASES[name]))
 
     @pytest.mark.parametrize("other", OTHERS)
     def test_another_growth_is_told_apart(self, other: Case) -> None:
         with pytest.raises((AssertionError, RuntimeError)):
-            same(self.grown(CASE), by_tensors(other))
+            same(self.grown(CASE), by_oracle(other))
 
     def test_a_frontier_of_nodes_that_are_not_in_the_tree_is_told_apart(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Control of the rule that decides which nodes are expanded."""
-        stock = TopKGrowth.frontier
+        stock = BestFirst.chosen
 
-        def frontier(growth: TopKGrowth) -> Any:
-            growth._node_budget *= 2
-            found = stock(growth)
-            growth._node_budget //= 2
+        def chosen(growth: BestFirst, *given: Any) -> Any:
+            settings = growth.settings
+            growth.settings = settings._replace(node_budget=2 * settings.node_budget)
+            found = stock(growth, *given)
+            growth.settings = settings
             return found
 
-        monkeypatch.setattr(TopKGrowth, "frontier", frontier)
+        monkeypatch.setattr(BestFirst, "chosen", chosen)
         with pytest.raises(AssertionError):
             same(self.grown(TIGHT), Step(TIGHT).run())
 
@@ -135,7 +136,7 @@ class GrowthChecks(Growths):
 
     @pytest.mark.parametrize("case", [CASE, HEAD], ids=["draft", "head"])
     def test_memory_is_left_ready_for_the_next_step(self, case: Case) -> None:
-        same(self.step(case).run(replace(case, seed=5).logits()).run(), by_tensors(case))
+        same(self.step(case).run(replace(case, seed=5).logits()).run(), by_oracle(case))
 
     @pytest.mark.parametrize("forwards", range(4))
     def test_growth_may_end_after_any_forward_and_be_captured_apart(self, forwards: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from random_tries import random_trie
+from reference.best_first import BestFirst
 
 from dyntree_kernels.ancestors import unpack_bits
 from dyntree_kernels.contracts import Drawing, GrowthSettings, RequestParams, RowBuffers, StepGrowth
@@ -45,9 +46,9 @@ def growth_of(
     estimate: AcceptanceEstimate,
     drawing: Drawing | None = None,
 ) -> Any:
-    """Return a growth of ``kind`` that writes to ``trees`` and ``memory``; None: on tensors."""
+    """Return a growth of ``kind`` that writes to ``trees`` and ``memory``; None: the oracle."""
     plan, shape = trees.plan, trees.plan.shape
-    if kind is None:
+    if plan.growing.start is not None:
         return TensorGrowth(trees, ChildPicker(plan, perturbed_logits, estimate), memory)
     settings = GrowthSettings(
         of_requests=memory.of_requests,
@@ -65,7 +66,7 @@ def growth_of(
         shift=shape.shift,
         drawing=drawing,
     )
-    return kind(settings)
+    return (kind or BestFirst)(settings)
 
 
 def memory_of(
@@ -156,7 +157,7 @@ class Step:
     """The growth of one step, and the memory that it writes."""
 
     def __init__(self, case: Case, kind: Kind | None = None, device: torch.device = CPU) -> None:
-        """``kind`` None: growth on tensors."""
+        """``kind`` None: the oracle."""
         self.case, self.plan, self.device = case, case.plan, device
         generator = torch.Generator().manual_seed(case.seed)
         self.estimate = AcceptanceEstimate(device)

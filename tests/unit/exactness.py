@@ -12,15 +12,16 @@ import itertools
 from dataclasses import dataclass, replace
 
 import torch
+from growth_steps import LAST, Case, Step
 from reference.match import match
-from tries import Grafting
 
 from dyntree_kernels.ancestors import unpack_bits
+from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.tries import Trie
 from dyntree_plugin.tree.children import drawn_children, sampled_children, top_children
 from dyntree_plugin.tree.growth import Frontier, GrowthPlan
-from dyntree_plugin.tree.growth.topk import TopKGrowth
 from dyntree_plugin.tree.papers.drawn import DrawnRule, Odds
+from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import Draws, TokenTree
 
 
@@ -107,11 +108,9 @@ class Grown:
     depths: torch.Tensor
 
 
-def grow_every_way(plan: GrowthPlan, draft: Model, grafting: Grafting | None = None) -> Grown:
-    """Run ``plan`` over every possible draw below the root and at every scratch column.
-
-    The trie of ``grafting``, of one request, is grafted before any children are added.
-    """
+def grow_every_way(plan: GrowthPlan, draft: Model) -> Grown:
+    """Run ``plan`` over every possible draw below the root and at every scratch column."""
+    assert plan.start is not None
     vocab, sequences = draft.vocab, _sequences(plan, draft.vocab)
     expansions = 1 + plan.scratch_slots
     # The sequence that each request draws at each expansion.
@@ -120,9 +119,6 @@ def grow_every_way(plan: GrowthPlan, draft: Model, grafting: Grafting | None = N
     num_requests = drawn.shape[0]
     chances = torch.ones(num_requests, dtype=torch.float64)
     growth = plan.start(num_requests, torch.full((num_requests,), plan.scratch_slots))
-    if grafting is not None:
-        assert isinstance(growth, TopKGrowth)
-        growth.graft(*grafting.of(num_requests))
     depths = codes = torch.zeros(num_requests, 1, dtype=torch.int64)
     valid = torch.ones_like(codes, dtype=torch.bool)
     column_codes = torch.zeros(num_requests, 0, dtype=torch.int64)
@@ -134,12 +130,7 @@ def grow_every_way(plan: GrowthPlan, draft: Model, grafting: Grafting | None = N
         each = _chances(laws, sequences, plan.sampling).gather(2, here[:, :, None])[..., 0]
         # If a node does not exist, one outcome stands for all draws below it.
         chances *= torch.where(valid, each, (here == 0).double()).prod(1)
-        children = _children(plan, laws.log(), torch.tensor(sequences)[here])
-        if grafting is None:
-            growth.add(*children)
-        else:
-            assert isinstance(growth, TopKGrowth)
-            growth.add(*children, judged=_judged(growth, grafting.trie, laws.log()))
+        growth.add(*_children(plan, laws.log(), torch.tensor(sequences)[here]))
         if width is None:
             break
         frontier = growth.frontier()
@@ -228,13 +219,30 @@ def _children(
     return tokens.view(shape), scores.view(shape), log_probs
 
 
-def _judged(growth: TopKGrowth, trie: Trie, log_probs: torch.Tensor) -> torch.Tensor:
-    """Return the log chances [R, T] of the trie's nodes that the growth asks for."""
-    which = growth.asked()
-    assert which is not None
-    row = torch.arange(len(which))[:, None]
-    found = log_probs[row, which.clamp(min=0), trie.tokens.expand_as(which)]
-    return found.masked_fill(which < 0, float("nan"))
+def grow_best(shape: TreeShape, draft: Model, trie: Trie | None = None) -> Grown:
+    """Grow the tree of growth topk, which does not depend on any draw, with the nodes of a
+    ``trie`` whose evidence is not learned from."""
+    case = Case(shape, room=(80,), temperatures=(1.0,), calibrated=False, vocab=draft.vocab)
+    step = Step(case, CompiledGrowth).start()
+    if trie is not None:
+        step.graft(trie)
+    none = torch.zeros(1, 0, dtype=torch.int64)
+    codes, depths, columns = none.new_zeros(1, 1), none.new_zeros(1, 1), none
+    for width in (*step.widths, None):
+        step.pick(draft.after(depths, codes)[0].log().float())
+        if width is None:
+            break
+        step.expand(width)
+        rows = step.forwards[-1]
+        valid = (rows.slots[0] >= 0)[None]
+        depths = torch.where(valid, rows.positions[None] - (LAST - 80), 0)
+        ids = rows.ids.long()[None]
+        frontier = Frontier(ids, depths, rows.bits[None], valid, rows.above[None])
+        columns = _codes(frontier, columns, draft.vocab, sum(step.widths))
+        codes = columns[:, -width:]
+    tree = step.finish().tree()
+    tree.check()
+    return Grown(tree, torch.ones(1, dtype=torch.float64), *_paths(tree, draft.vocab))
 
 
 def _paths(tree: TokenTree, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:

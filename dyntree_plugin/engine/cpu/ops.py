@@ -49,7 +49,7 @@ class CPUOps:
     def row_writer(self, memory: RowMemory) -> RowWriter:
         return TensorRows(memory)
 
-    def compiled_growth(self, settings: GrowthSettings) -> StepGrowth | None:
+    def compiled_growth(self, settings: GrowthSettings) -> StepGrowth:
         return CompiledGrowth(settings)
 
     def pays(self, growth: StepGrowth) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from dyntree_kernels.contracts import MOST_CANDIDATES, GrowthSettings, StepGrowth
+from dyntree_kernels.contracts import GrowthSettings, StepGrowth
 from dyntree_kernels.cuda.draft_rows import ChainRows, Seen, SlotTables, begin, chain
 from dyntree_kernels.cuda.growth import DeviceGrowth
 from dyntree_kernels.cuda.gumbel import perturbed_logits
@@ -68,9 +68,8 @@ class CUDAOps:
     def row_writer(self, memory: RowMemory) -> RowWriter:
         return KernelRows(memory)
 
-    def compiled_growth(self, settings: GrowthSettings) -> StepGrowth | None:
-        candidates = settings.grafts + settings.children * (1 + sum(settings.widths))
-        return DeviceGrowth(settings) if candidates <= MOST_CANDIDATES else None
+    def compiled_growth(self, settings: GrowthSettings) -> StepGrowth:
+        return DeviceGrowth(settings)
 
     def pays(self, growth: StepGrowth) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Any growth of `tree`, driven as compiled growth is: a `StepGrowth` in plain torch."""
+"""Growths of papers, driven as compiled growth is: a `StepGrowth` in plain torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from dyntree_plugin.engine.drawn.store import DrawStore
 from dyntree_plugin.engine.step.rows import PAD_SLOT, GrowthMemory
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker, DraftRows
-from dyntree_plugin.tree.growth.base import Frontier, Growth
-from dyntree_plugin.tree.growth.topk import TopKGrowth
-from dyntree_plugin.tree.judged import Asked, JudgedTrie
+from dyntree_plugin.tree.growth.base import Growth
 from dyntree_plugin.tree.token_tree import NO_VALUE
 
 
@@ -39,6 +37,9 @@ class TensorGrowth:
         self._last_position = memory.last_position
         self._shift = trees.plan.shape.shift
         self._growing = trees.plan.growing
+        if self._growing.start is None:
+            raise ValueError(f"growth={trees.plan.growth.name} is compiled, and not in plain torch")
+        self._start = self._growing.start
         self._ends = list(accumulate(self._growing.widths))
 
     @property
@@ -46,7 +47,7 @@ class TensorGrowth:
         return False
 
     def start(self, requests: int) -> None:
-        roots, temperatures, classes, seeds, chained, levels, slots = self._every.first(requests)
+        roots, temperatures, classes, seeds, chained, _, slots = self._every.first(requests)
         self._roots = roots
         self._slots = slots
         self._chained = chained
@@ -58,30 +59,14 @@ class TensorGrowth:
         }
         on_host = roots.device.type == "cpu"
         self._greedy = on_host and not bool(temperatures.any())  # sync: host memory on the CPU
-        self._of_requests = of_requests
-        self._judged: JudgedTrie | None = None
-        self._growth: Growth = self._growing.start(len(roots), self._last_position - roots)
-        if isinstance(self._growth, TopKGrowth):  # Others draw, and their rules need whole draws.
-            self._growth.limit(levels)
+        # No tree ends at a request's level: rules that read draws need whole ones.
+        self._growth: Growth = self._start(len(roots), self._last_position - roots)
         self._features: list[torch.Tensor] = []
         self._forward = 0
         self._positions, self._first = roots[:, None].expand(-1, self._growing.roots), 0
-        self._frontier: Frontier | None = None
 
     def graft(self, trie: Trie) -> None:
-        growth = self._grafted()
-        temperatures, classes, seeds, chained = self._of_requests
-        trie = trie._replace(exists=trie.exists & ~chained[:, None])
-        noise = self._pick.trie_noise(
-            trie, self._roots, seeds, temperatures, self._trees.vocabulary
-        )
-        self._judged = self._pick.judged(trie, noise, classes)
-        growth.graft(trie, self._judged.log_chances, whole_paths=self._shift == 0)
-
-    def _grafted(self) -> TopKGrowth:
-        if not isinstance(self._growth, TopKGrowth):
-            raise ValueError(f"{type(self._growth).__name__} takes no tries; growth topk does")
-        return self._growth
+        raise ValueError(f"growth={self._trees.plan.growth.name} takes no tries; growth=topk does")
 
     def resume(self, requests: int, forwards: int) -> None:
         raise RuntimeError("growth in plain torch is captured as a whole")
@@ -94,31 +79,15 @@ class TensorGrowth:
             temperature, classes, seeds, chained, self._positions.flatten(),
             columns.repeat(num_reqs),
         )  # fmt: skip
-        found = self._pick(logits, rows, self._greedy, self._asked()).by_request(num_reqs)
+        found = self._pick(logits, rows, self._greedy).by_request(num_reqs)
         if self._forward == 0 and width > 1:  # of several trees, a chain keeps the first
             found.log_probs[:, 1:].masked_fill_(chained.view(num_reqs, width, 1)[:, 1:], NO_VALUE)
         if found.features is not None:
             self._features.append(found.features.flatten(1, 2))
-        if self._judged is None:
-            self._growth.add(found.tokens, found.log_probs, found.distributions)
-        else:
-            judged = self._judged.judge(found)
-            self._grafted().add(found.tokens, found.log_probs, judged=judged)
-
-    def _asked(self) -> Asked | None:
-        """Return the trie's nodes below the last frontier's, by the rows of logits."""
-        if self._judged is None:
-            return None
-        which = self._grafted().asked()
-        if which is None:
-            raise RuntimeError("the growth has lost its trie")
-        num_reqs, width = self._positions.shape
-        first = torch.arange(num_reqs, device=which.device)[:, None] * width
-        rows = torch.where(which < 0, -1, first + which)
-        return Asked(rows, self._judged.trie.tokens)
+        self._growth.add(found.tokens, found.log_probs, found.distributions)
 
     def expand(self, ancestor_bits: torch.Tensor) -> int | None:
-        frontier = self._frontier = self._growth.frontier()
+        frontier = self._growth.frontier()
         end, width = self._ends[self._forward], self._growing.widths[self._forward]
         self._forward += 1
         self._first = self._growing.roots + end - width
@@ -141,19 +110,12 @@ class TensorGrowth:
 
     @property
     def frontier_values(self) -> torch.Tensor:
-        frontier = self._frontier
-        if frontier is None or frontier.values is None:
-            raise RuntimeError("this growth does not rank its nodes by value")
-        return frontier.values
+        raise RuntimeError("growths in plain torch do not rank their nodes by value")
 
     def finish(self) -> torch.Tensor:
         tree = self._growth.finish()
-        features, kinds = self._features, None
-        if self._judged is not None:
-            features, kinds = [self._judged.features, *features], self._judged.candidate_kinds
-        if not self._trees.plan.calibrated:
-            features = []
-        self._trees.put(self._slots, tree, torch.cat(features, dim=1) if features else None, kinds)
+        features = torch.cat(self._features, dim=1) if self._features else None
+        self._trees.put(self._slots, tree, features)
         if self._draws is not None and tree.draws is not None:
             self._draws.put(self._slots, tree.draws)
         return tree.tokens

@@ -86,8 +86,8 @@ class TreeOps(Protocol):
         """Make what fills the rows of draft forwards."""
         ...
 
-    def compiled_growth(self, settings: GrowthSettings) -> StepGrowth | None:
-        """Make compiled growth; None for more candidates per request than it supports."""
+    def compiled_growth(self, settings: GrowthSettings) -> StepGrowth:
+        """Make the growth that serves."""
         ...
 
     def pays(self, growth: StepGrowth) -> bool:

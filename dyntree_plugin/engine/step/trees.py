@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, TreeArrays
+from dyntree_kernels.contracts import DRAFT, TreeArrays
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
 from dyntree_plugin.tree.value import FEATURES
@@ -74,12 +74,11 @@ class TreeStore(PlacedTrees):
         slots: torch.Tensor,
         tree: TokenTree,
         features: torch.Tensor | None = None,
-        kinds: torch.Tensor | None = None,
     ) -> None:
-        """Store the ``tree`` of R requests at ``slots`` int64 [R].
+        """Store the ``tree`` of R requests at ``slots`` int64 [R], whose nodes a draft proposed.
 
-        ``features`` float32 [R, candidates, FEATURES] and ``kinds`` int8 [R, candidates]: those of
-        the candidates that the tree was grown from. Without ``kinds`` the draft proposed all.
+        ``features`` float32 [R, candidates, FEATURES]: those of the candidates that the tree was
+        grown from.
         """
         self.parents[slots] = tree.parents
         self.values[slots] = tree.values
@@ -87,26 +86,12 @@ class TreeStore(PlacedTrees):
         self.admitted[slots] = tree.counts
         self.grown[slots] = tree.counts if tree.grown is None else tree.grown
         self.put_places(slots, tree.depths, tree.ancestors())
-        if kinds is None or tree.candidates is None:
-            self.kinds.index_fill_(0, slots, DRAFT)
-        else:
-            self.kinds[slots] = kinds.gather(1, tree.candidates)
-        self.forwards[slots] = self._forwards_of(tree.parents, tree.depths, self.kinds[slots])
+        self.kinds.index_fill_(0, slots, DRAFT)
+        # After the root's, a forward for every level above; see `TreeArrays`.
+        self.forwards[slots] = tree.depths - 1
         if features is not None and tree.candidates is not None:
             index = tree.candidates[:, :, None].expand(-1, -1, FEATURES)
             self.features[slots] = features.gather(1, index)
-
-    def _forwards_of(
-        self, parents: torch.Tensor, depths: torch.Tensor, kinds: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the draft forwards that each node takes at least; see `TreeArrays`."""
-        drafted = (parents >= 0) & (kinds != LOOK_UP) & (kinds != BOTH)
-        if self.shape.head:  # a forward for every level above
-            return torch.where(drafted, depths - 1, 0)
-        forwards, above = torch.zeros_like(parents), parents.clamp(min=0)
-        for _ in range(self.shape.max_depth - 1):
-            forwards = torch.where(drafted, forwards.gather(1, above) + 1, 0)
-        return forwards
 
     def parents_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Return the number of nodes of the trees at ``slots`` int64 [R], then their parents,

@@ -20,8 +20,6 @@ class Frontier:
     node's own column is among them. ``above`` int64 are the expansions of the nodes' parents: 0 for
     the root, 1 + c for the node in scratch column c. Where ``valid`` is false, nothing was left to
     expand.
-    ``values`` float32 are the logs of the estimated chance that the path down to a node is
-    accepted, and ``-inf`` where a node is not valid. Growths that rank nothing leave them out.
     """
 
     tokens: torch.Tensor
@@ -29,7 +27,6 @@ class Frontier:
     ancestors: torch.Tensor
     valid: torch.Tensor
     above: torch.Tensor
-    values: torch.Tensor | None = None
 
 
 class Growth(Protocol):
@@ -89,7 +86,8 @@ class GrowthPlan:
     """A growth for one engine, with everything that is known before any token.
 
     ``start`` begins a step's growth. It takes the number of requests and ``columns`` int64 [R],
-    the number of scratch columns that each request has room for. With several ``roots``, one
+    the number of scratch columns that each request has room for. It is None for the growth that
+    serves, which is compiled (`dyntree_kernels.contracts.StepGrowth`). With several ``roots``, one
     for each draft, the first call of `Growth.add` has that width, and every frontier is split
     evenly, one part for each draft.
     """
@@ -97,7 +95,7 @@ class GrowthPlan:
     sampling: Sampling
     children: int
     widths: tuple[int, ...]
-    start: Callable[[int, torch.Tensor], Growth]
+    start: Callable[[int, torch.Tensor], Growth] | None
     roots: int = 1
 
     @property

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 
 from dyntree_plugin.tree.growth.base import Frontier, GrowthPlan
-from dyntree_plugin.tree.growth.pool import CandidatePool
+from dyntree_plugin.tree.papers.pool import CandidatePool
 from dyntree_plugin.tree.shape import Sampling, TreeShape
 from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from dyntree_plugin.tree.growth.base import Frontier, GrowthPlan
-from dyntree_plugin.tree.growth.pool import CandidatePool
 from dyntree_plugin.tree.papers.merge import merged
+from dyntree_plugin.tree.papers.pool import CandidatePool
 from dyntree_plugin.tree.shape import Sampling
 from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
 

@@ -29,6 +29,8 @@ ALONE = DynTreeOptions(**SMALL, max_depth=4, budget="adaptive", lookup="off")
 BESIDE_LOOK_UP = DynTreeOptions(**SMALL, max_depth=6, max_forwards=4)
 PLAN = ALONE.resolve(7)
 FORWARDS = len(PLAN.growing.widths)
+IN_TORCH = DynTreeOptions(max_depth=4, growth="chain", budget="fixed").resolve(4)
+"""A plan whose growth is not compiled."""
 OF_LOOK_UP = DynTreeOptions(max_depth=6).resolve(7, draft=False)
 OF_BLOCK = {
     "alone": ALONE.resolve(5, block=True),
@@ -226,7 +228,7 @@ def test_a_graph_of_another_number_of_forwards_is_seen(draftings: Make) -> None:
 
 
 def test_growth_that_is_not_compiled_is_one_graph_of_every_forward(draftings: Make) -> None:
-    eager, of_graphs = draftings(None)
+    eager, of_graphs = draftings(plan=IN_TORCH)
     fewest = (eager.graphs.fewest_forwards, of_graphs.graphs.fewest_forwards)
     assert fewest == (0, FORWARDS)
     with torch.inference_mode():

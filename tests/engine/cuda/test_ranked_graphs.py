@@ -9,7 +9,7 @@ import pytest
 import torch
 from draft_model import MOST, VOCAB
 from drafted_steps import Make, differing, packed
-from test_drafting_graphs import PLANS
+from test_drafting_graphs import IN_TORCH, PLANS
 
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.paths import Paths
@@ -61,10 +61,10 @@ def test_ranked_graphs_grow_the_trees_of_eager_drafting(draftings: Make, name: s
 def test_graphs_that_cannot_be_ranked_are_replayed_as_they_are(
     draftings: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_tensors = draftings(growth=None, rankings=(None, Ranking()))
-    assert type(of_tensors[1].player(packed([0]))) is Replay
+    in_torch = draftings(plan=IN_TORCH, rankings=(None, Ranking()))
+    assert type(in_torch[1].player(packed([0]))) is Replay
     monkeypatch.setattr(captured_logits, "MOST_BYTES", 4 * 2 * 2 * VOCAB)
-    small = draftings(growth=CompiledGrowth, rankings=(None, Ranking()))
+    small = draftings(rankings=(None, Ranking()))
     kinds = [type(small[1].player(packed([*range(count)]))) for count in (1, 2, 3, MOST)]
     assert kinds == [RankedReplay, RankedReplay, Replay, Replay]
 

@@ -28,7 +28,6 @@ MERGED = DynTreeOptions(
     growth="expansion", expansion=(2, 1, 1, 1), sampling="best", budget="fixed", drafts=("other",)
 ).resolve(16)
 """A plan in which two drafts grow a tree each."""
-GROWTHS = [(CompiledGrowth, PLAN), (None, PLAN), (CompiledGrowth, OF_BOTH), (None, OF_BOTH)]
 
 
 class Padded(Draft):
@@ -71,16 +70,16 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     without_vllm(monkeypatch)
 
 
-def made(growth: Any, plan: TreePlan, *models: Draft) -> Drafting:
-    return Drafting(CPUOps(), growth, captured=False, plan=plan, models=models)
+def made(plan: TreePlan, *models: Draft) -> Drafting:
+    return Drafting(CPUOps(), CompiledGrowth, captured=False, plan=plan, models=models)
 
 
-@pytest.mark.parametrize(("growth", "plan"), [*GROWTHS, (None, DRAWN)])
+@pytest.mark.parametrize("plan", [PLAN, OF_BOTH, DRAWN])
 @pytest.mark.parametrize("other", [(Padded, Draft), (Narrow, Unlikely)])
 def test_the_trees_are_those_of_a_draft_of_the_targets_size(
-    other: tuple[type[Draft], type[Draft]], growth: Any, plan: TreePlan
+    other: tuple[type[Draft], type[Draft]], plan: TreePlan
 ) -> None:
-    of_another, of_this = (made(growth, plan, model()) for model in other)
+    of_another, of_this = (made(plan, model()) for model in other)
     assert differing([of_another, of_this]) == []
     assert of_this.trees.counts.max() > 1
 
@@ -90,14 +89,14 @@ def test_drafts_of_three_sizes_grow_the_trees_of_three_of_one_size(plan: TreePla
     pools = [Draft(), Padded(), Narrow()], [Draft(), Draft(), Unlikely()]
     if plan is MERGED:
         pools = pools[0][1:], pools[1][1:]
-    assert differing([made(None, plan, *pool) for pool in pools]) == []
+    assert differing([made(plan, *pool) for pool in pools]) == []
 
 
 def test_without_the_crop_a_padded_draft_proposes_its_padding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(draft_model, "of_width", lambda logits, _: logits)
-    assert differing([made(CompiledGrowth, PLAN, model()) for model in (Padded, Draft)]) != []
+    assert differing([made(PLAN, model()) for model in (Padded, Draft)]) != []
 
 
 def test_without_the_clamp_a_narrow_draft_reads_beyond_its_embedding(
@@ -105,4 +104,4 @@ def test_without_the_clamp_a_narrow_draft_reads_beyond_its_embedding(
 ) -> None:
     monkeypatch.setattr(draft_model, "readable", lambda ids, *_: ids)
     with pytest.raises(IndexError):
-        differing([made(CompiledGrowth, PLAN, Narrow()) for _ in range(2)])
+        differing([made(PLAN, Narrow()) for _ in range(2)])

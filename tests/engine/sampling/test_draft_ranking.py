@@ -124,10 +124,10 @@ def ranking(parameters: Any, of: SamplingStates) -> TargetRanking:
     return TargetRanking(parameters, of, total_len, VOCAB, rows=3)
 
 
-def ranked(plan: TreePlan, *, compiled: bool) -> Step:
+def ranked(plan: TreePlan) -> Step:
     rank = ranking(Parameters(), states()).of(packed())
     assert rank is not None
-    return Step(plan, rank, compiled=compiled)
+    return Step(plan, rank)
 
 
 def unlike_the_law(step: Step) -> list[tuple[int, Path]]:
@@ -143,14 +143,13 @@ def unlike_the_law(step: Step) -> list[tuple[int, Path]]:
 
 
 @pytest.mark.parametrize("plan", [PLAN, UNCALIBRATED, OF_HEAD], ids=["", "uncalibrated", "head"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["tensors", "compiled"])
-def test_the_candidates_of_a_node_are_the_best_of_the_law(plan: TreePlan, compiled: bool) -> None:
+def test_the_candidates_of_a_node_are_the_best_of_the_law(plan: TreePlan) -> None:
     """Control: without the parameters they are not."""
-    step = ranked(plan, compiled=compiled)
+    step = ranked(plan)
     assert unlike_the_law(step) == []
     assert max(len(path) for slot in SLOTS for path in step.paths(slot)) == 4
     assert min(step.trees.counts[list(SLOTS)]) >= 6
-    assert len(unlike_the_law(Step(plan, None, compiled=compiled))) > 6
+    assert len(unlike_the_law(Step(plan, None))) > 6
 
 
 @pytest.mark.parametrize(("fit", "ranks"), [(0, True), (-1, False)])
@@ -166,7 +165,7 @@ def test_batches_whose_logits_take_too_much_memory_are_not_ranked(
 
 def test_paths_are_those_of_the_expanded_nodes() -> None:
     parameters = Parameters()
-    step = Step(PLAN, ranking(parameters, states()).of(packed()), compiled=True)
+    step = Step(PLAN, ranking(parameters, states()).of(packed()))
     for slot, ran in zip(SLOTS, step.source.ran, strict=True):
         assert {path for own, path in parameters.seen if own == slot} == ran
         assert max(map(len, ran)) == 3
@@ -175,31 +174,17 @@ def test_paths_are_those_of_the_expanded_nodes() -> None:
 def test_paths_hold_nodes_that_one_forward_expands_with_their_parents() -> None:
     parameters = Parameters()
     rank = ranking(parameters, states()).of(packed())
-    step = Step(OF_BOTH, rank, compiled=True, tries=Guesses())
+    step = Step(OF_BOTH, rank, tries=Guesses())
     for slot, ran in zip(SLOTS, step.source.ran, strict=True):
         assert {path for own, path in parameters.seen if own == slot} == ran
         assert GUESSED[:2] in ran
     assert len(OF_BOTH.growing.widths) == 1
 
 
-@pytest.mark.parametrize("plan", [PLAN, UNCALIBRATED, OF_HEAD], ids=["", "uncalibrated", "head"])
-def test_compiled_growth_grows_the_trees_of_tensors(plan: TreePlan) -> None:
-    steps = [ranked(plan, compiled=compiled) for compiled in (False, True)]
-    for slot in SLOTS:
-        ours, theirs = (step.paths(slot) for step in steps)
-        assert ours == theirs
-        of_both = [step.trees.values[slot, : len(ours)] for step in steps]
-        torch.testing.assert_close(*of_both)
-        if plan.calibrated:
-            seen = [step.trees.features[slot, : len(ours)] for step in steps]
-            torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-4)
-            assert seen[0].isfinite().all()
-
-
 def test_trees_of_several_drafts_have_the_best_of_the_law() -> None:
-    step = ranked(MERGED, compiled=False)
+    step = ranked(MERGED)
     assert unlike_the_law(step) == []
-    assert unlike_the_law(Step(MERGED, None, compiled=False)) != []
+    assert unlike_the_law(Step(MERGED, None)) != []
 
 
 def test_requests_without_parameters_cost_nothing() -> None:

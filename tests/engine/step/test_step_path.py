@@ -100,7 +100,6 @@ def test_what_waits_is_found_and_nothing_else(line: str, found: bool) -> None:
 SHAPE = TreeShape(node_budget=40, max_depth=4, width=3, children=5)
 VOCAB, REQUESTS = 50, 6
 GROWN: list[GrowthConfig] = [
-    GrowthConfig(),
     GrowthConfig("dyspec"),
     GrowthConfig("threshold"),
     GrowthConfig("expansion", (2, 3, 1)),
@@ -123,6 +122,7 @@ def noise(logits: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
 def propose(plan: TreePlan, estimate: AcceptanceEstimate) -> tuple[TreeStore, DrawStore]:
     """Grow trees as the engine does, and store them."""
     pick = ChildPicker(plan, noise, estimate)
+    assert plan.growing.start is not None
     growth = plan.growing.start(REQUESTS, torch.full((REQUESTS,), 100))
     features = []
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from dyntree_kernels.ancestors import unpack_bits
-from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP
+from dyntree_kernels.contracts import DRAFT, LOOK_UP
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.plan import TreePlan
@@ -30,24 +30,24 @@ def forked_tree(token: int) -> TokenTree:
     )
 
 
-def plan_of(shape: TreeShape) -> TreePlan:
-    return TreePlan(shape, GrowthConfig(), "match", calibration=False)
+def plan_of(shape: TreeShape, calibration: bool = False) -> TreePlan:
+    return TreePlan(shape, GrowthConfig(), "match", calibration=calibration)
 
 
 def store() -> TreeStore:
     return TreeStore(4, plan_of(SHAPE), 8, torch.device("cpu"))
 
 
-def test_a_tree_is_stored_with_the_kinds_of_its_nodes_which_are_the_drafts_by_default() -> None:
-    trees, slots = store(), torch.tensor([2])
+def test_a_tree_is_stored_with_the_features_of_its_nodes_which_are_the_drafts() -> None:
+    trees, slots = TreeStore(4, plan_of(SHAPE, True), 8, torch.device("cpu")), torch.tensor([2])
     candidates = torch.zeros(1, NODES, dtype=torch.int64)
     candidates[0, :3] = torch.tensor([3, 0, 2])
-    kinds = torch.tensor([[DRAFT, LOOK_UP, BOTH, LOOK_UP]], dtype=torch.int8)
-    trees.put(slots, replace(forked_tree(5), candidates=candidates), kinds=kinds)
-    assert trees.kinds[2, :3].tolist() == [LOOK_UP, DRAFT, BOTH]
-    assert (trees.kinds[[0, 1, 3, 4]] == DRAFT).all()
-    trees.put(slots, forked_tree(6))
-    assert (trees.kinds == DRAFT).all()
+    trees.kinds.fill_(LOOK_UP)
+    features = torch.arange(8.0).view(1, 4, 2)
+    trees.put(slots, replace(forked_tree(5), candidates=candidates), features)
+    assert torch.equal(trees.features[2, :3], features[0, [3, 0, 2]])
+    assert (trees.kinds[2] == DRAFT).all()
+    assert trees.forwards[2, :4].tolist() == [0, 0, 1, 0]
 
 
 def test_the_root_of_a_slot_that_never_held_a_tree_sees_itself() -> None:

@@ -1,4 +1,4 @@
-"""On CUDA, trees are drawn from as many candidates as one program holds."""
+"""On CUDA, trees grow from as many candidates as one program holds."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ WIDE = {"width": 64, "children": 64}
         (DRAWN | WIDE, "cpu", True),
         (DRAWN | WIDE, "cuda", False),
         (DRAWN, "cuda", True),
-        (WIDE, "cuda", True),
+        (WIDE, "cpu", True),
+        (WIDE, "cuda", False),
     ],
 )
-def test_no_more_candidates_are_drawn_from_than_a_kernel_holds(
+def test_trees_grow_from_no_more_candidates_than_a_kernel_holds(
     build: Build, options: dict[str, object], device: str, fits: bool
 ) -> None:
     config = with_all(changed(build(dyntree=options), *UNCHECKED), ON_CUDA)

@@ -10,15 +10,8 @@ from __future__ import annotations
 import torch
 
 from dyntree_kernels.cpu.gumbel import perturbed_logits
-from dyntree_kernels.tries import Trie
-from dyntree_plugin.tree.children import ChildPicker
-from dyntree_plugin.tree.growth import GrowthConfig
-from dyntree_plugin.tree.plan import TreePlan
-from dyntree_plugin.tree.shape import TreeShape
-from dyntree_plugin.tree.value import AcceptanceEstimate
 
 PLACES, VOCAB, TOKEN = 10_000, 5, 3
-PLAN = TreePlan(TreeShape(4, 2, 1, 2), GrowthConfig(), "match", calibration=True)
 
 
 def gaps(chance: torch.Tensor, outcome: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,10 +36,8 @@ def test_a_nodes_noise_says_how_often_the_target_takes_it() -> None:
     temperatures, seeds = torch.full((PLACES,), 0.8), torch.arange(PLACES) * 7919
     roots = torch.arange(PLACES) % 512
     drawn = perturbed_logits(log_law * 0.8, temperatures, seeds, roots).argmax(1)
-    trie = Trie.room(PLACES, 1, torch.device("cpu"))
-    trie.tokens[:], trie.exists[:] = TOKEN, True
-    pick = ChildPicker(PLAN, perturbed_logits, AcceptanceEstimate("cpu"))
-    noise = pick.trie_noise(trie, roots, seeds, temperatures, VOCAB)[:, 0]
+    heat = torch.ones(PLACES)
+    noise = perturbed_logits(torch.zeros(PLACES, VOCAB), heat, seeds, roots)[:, TOKEN]
     for of_places, right in ((noise, True), (noise.roll(1), False)):
         off, spread = gaps(torch.exp(-torch.exp(-(chance.logit() + of_places))), drawn == TOKEN)
         assert bool((off.abs() < 4 * spread).all()) == right

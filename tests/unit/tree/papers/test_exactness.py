@@ -15,6 +15,7 @@ from exactness import (
     drawn_as_listed,
     emitted_by_draws,
     emitted_by_match,
+    grow_best,
     grow_every_way,
     one_hot,
     random_model,
@@ -86,7 +87,7 @@ def grown(case: Case, which: int) -> tuple[Grown, Model]:
     config, tree_shape, vocab = case
     plan = plan_growth(config, tree_shape)
     draft, target = list(models(vocab, tree_shape.max_depth))[which]
-    made = grow_every_way(plan, draft)
+    made = grow_best(tree_shape, draft) if plan.start is None else grow_every_way(plan, draft)
     if plan.sampling == BEST:
         # Give the rules for drawn children a tree that claims to be drawn.
         laws = draft.after(made.depths, made.codes).log()

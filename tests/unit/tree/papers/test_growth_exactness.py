@@ -7,20 +7,20 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 from exactness import (
     distance,
     emitted_by_draws,
     emitted_by_match,
+    grow_best,
     grow_every_way,
     random_model,
 )
-from tries import Edges, grafting
 
-from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan
-from dyntree_plugin.tree.growth.grafts import Grafts
+from dyntree_kernels.tries import Trie
+from dyntree_plugin.tree.growth import GrowthPlan
 from dyntree_plugin.tree.papers.slots import SlotGrowth, slot_plan
 from dyntree_plugin.tree.papers.without_replacement import WITHOUT_REPLACEMENT
-from dyntree_plugin.tree.registry import plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import TokenTree
 
@@ -74,8 +74,22 @@ def test_growth_that_keeps_the_likeliest_paths_is_biased() -> None:
 
 # Tries.
 
-PATH: Edges = {(0,): 0.0, (0, 1): -0.1, (0, 1, 2): -0.2, (0, 1, 2, 0): -0.1}
-FORK: Edges = {(2,): -0.5, (1,): -0.7, (2, 0): -0.1}
+Edges = dict[tuple[int, ...], float]
+"""The evidence of the nodes of a trie by their paths; parents come first."""
+PATH: Edges = {(0,): 9.0, (0, 1): 2.0, (0, 1, 2): 1.5, (0, 1, 2, 0): 2.0}
+FORK: Edges = {(2,): 0.5, (1,): 0.1, (2, 0): 2.0}
+
+
+def trie_of(edges: Edges, size: int) -> Trie:
+    trie, paths = Trie.room(1, size, torch.device("cpu")), [*edges]
+    for node, (path, evidence) in enumerate(edges.items()):
+        trie.tokens[0, node], trie.evidence[0, node], trie.exists[0, node] = (
+            path[-1],
+            evidence,
+            True,
+        )
+        trie.above[0, node] = paths.index(path[:-1]) if len(path) > 1 else -1
+    return trie
 
 
 def bias_of_a_grafted_tree(shape: TreeShape, edges: Edges) -> float:
@@ -83,7 +97,7 @@ def bias_of_a_grafted_tree(shape: TreeShape, edges: Edges) -> float:
     for seed in range(2):
         draft = random_model(seed, vocab, shape.max_depth + 1, zeros=0.3 * seed)
         target = random_model(seed + 9, vocab, shape.max_depth + 1, zeros=0.3 * seed)
-        made = grow_every_way(plan_growth(GrowthConfig("topk"), shape), draft, grafting([edges]))
+        made = grow_best(shape, draft, trie_of(edges, shape.grafts))
         for scheduled in (1, shape.node_budget):
             law = emitted_by_match(made, target, scheduled)
             biases.append(distance(law, target))
@@ -92,18 +106,13 @@ def bias_of_a_grafted_tree(shape: TreeShape, edges: Edges) -> float:
 
 @pytest.mark.parametrize(
     "shape",
-    [TreeShape(4, 2, 2, 2), TreeShape(5, 3, 2, 2), TreeShape(5, 4, 2, 2, max_forwards=2)],
+    [
+        TreeShape(4, 2, 2, 2, coupling=False, grafts=4),
+        TreeShape(5, 3, 2, 2, coupling=False, grafts=4),
+        TreeShape(5, 4, 2, 2, max_forwards=2, coupling=False, grafts=4),
+    ],
     ids=repr,
 )
 @pytest.mark.parametrize("edges", [PATH, FORK, {(0,): -9.0}], ids=["path", "fork", "unlikely"])
 def test_a_grafted_tree_emits_the_targets_law(shape: TreeShape, edges: Edges) -> None:
     assert bias_of_a_grafted_tree(shape, edges) < 1e-12
-
-
-def test_a_trie_that_is_not_merged_with_the_draft_is_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Control: trees whose law would mean nothing, since two children carry one token."""
-    monkeypatch.setattr(Grafts, "merge", lambda self, first, tokens, log_probs, judged: log_probs)
-    with pytest.raises(ValueError, match="carry one token"):
-        bias_of_a_grafted_tree(TreeShape(5, 3, 2, 2), PATH)

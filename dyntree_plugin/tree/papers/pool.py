@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.tries import Trie
 from dyntree_plugin.tree.growth.base import Frontier
-from dyntree_plugin.tree.growth.grafts import Grafts
 from dyntree_plugin.tree.token_tree import NO_VALUE, Draws, TokenTree
 
 
@@ -14,10 +12,9 @@ class CandidatePool:
     """K candidate children below the root and below every expanded node of R requests.
 
     Expansion 0 is the root's, and expansion 1 + c that of the node in scratch column c. With
-    several ``roots`` that many expansions are the root's, and those of nodes follow. The first
-    T candidates are the nodes of a trie, if one was grafted, and candidate ``T + e * K + k`` is the
-    k-th child of expansion e. So candidates come after their parents. ``values`` float32
-    [R, candidates] are the logs of their paths' estimated acceptance.
+    several ``roots`` that many expansions are the root's, and those of nodes follow. Candidate
+    ``e * K + k`` is the k-th child of expansion e. So candidates come after their parents.
+    ``values`` float32 [R, candidates] are the logs of their paths' estimated acceptance.
     """
 
     def __init__(
@@ -26,19 +23,14 @@ class CandidatePool:
         children: int,
         widths: tuple[int, ...],
         columns: torch.Tensor,
-        max_depth: int | None = None,
         roots: int = 1,
     ) -> None:
         """``columns`` int64 [R] is the number of scratch columns that each request has room for.
-        ``max_depth``: depth of the deepest candidate; by default what the forwards reach.
         ``roots``: how many times the root is expanded."""
         device = columns.device
         self._roots = roots
         self.children = children
         self._widths = widths
-        self.max_depth = len(widths) + 1 if max_depth is None else max_depth
-        self.levels: torch.Tensor | None = None
-        """int64 [R, 1]: depth of the deepest candidate of each request; None for no limit."""
         scratch = sum(widths)
         self._scratch_columns = torch.arange(scratch, device=device)
         self._has_room = self._scratch_columns < columns[:, None]
@@ -61,39 +53,6 @@ class CandidatePool:
         self._forward = 0
         self._added = 0
         self._expanded = roots
-        self._grafts: Grafts | None = None
-        self._drafted = 0  # the draft's first candidate
-
-    def graft(self, trie: Trie, log_chances: torch.Tensor, whole_paths: bool = True) -> None:
-        """Add the nodes of ``trie``; see `TopKGrowth.graft`.
-
-        Raises:
-            ValueError: if children were added before, or a trie, or the trie is malformed.
-        """
-        if self._added or self._grafts is not None:
-            raise ValueError("graft() comes once, before the first add()")
-        grafts = Grafts(
-            trie, log_chances, self.max_depth, self.values.dtype, whole_paths, self.levels
-        )
-        self._grafts = grafts
-        self._drafted = grafts.size
-        self._capacity += grafts.size
-        self._nodes.fill_(self._capacity)
-        self.values = torch.cat([grafts.values, self.values], dim=1)
-        self.tokens = torch.cat([grafts.tokens, self.tokens], dim=1)
-
-    @property
-    def grafts(self) -> Grafts | None:
-        """The nodes of the trie, None if there is none."""
-        return self._grafts
-
-    @property
-    def depths(self) -> torch.Tensor:
-        """The depth of every candidate so far, int64 [R, candidates]; undefined for later ones."""
-        drafted = (self._depths + 1).repeat_interleave(self.children, dim=1)
-        if self._grafts is None:
-            return drafted
-        return torch.cat([self._grafts.depths, drafted], dim=1)
 
     @property
     def new(self) -> slice:
@@ -103,20 +62,19 @@ class CandidatePool:
     @property
     def size(self) -> int:
         """The number of candidates so far."""
-        return self._drafted + self._added * self.children
+        return self._added * self.children
 
     def by_expansion(self, candidates: torch.Tensor) -> torch.Tensor:
-        """View the draft's part of [R, candidates] as [R, expansions, K]."""
-        return candidates[:, self._drafted :].view(candidates.shape[0], -1, self.children)
+        """View [R, candidates] as [R, expansions, K]."""
+        return candidates.view(candidates.shape[0], -1, self.children)
 
     def add(
         self,
         tokens: torch.Tensor,
         log_probs: torch.Tensor,
         distributions: torch.Tensor | None = None,
-        judged: torch.Tensor | None = None,
     ) -> None:
-        """Add the children of the last expansions; see `Growth.add` and `TopKGrowth.add`.
+        """Add the children of the last expansions; see `Growth.add`.
 
         Raises:
             ValueError: if this is not one set of children for every expansion.
@@ -128,9 +86,6 @@ class CandidatePool:
                 f"tokens {tuple(tokens.shape)} and log_probs {tuple(log_probs.shape)} must be "
                 f"[requests, width, children] = {list(expected)}"
             )
-        if self._grafts is not None:
-            log_probs = self._grafts.merge(new.start, tokens, log_probs, judged)
-            self._revalue(self._grafts)
         self.by_expansion(self.tokens)[:, new] = tokens
         bases = self.bases[:, new, None]
         torch.add(bases, log_probs, out=self.by_expansion(self.values)[:, new])
@@ -140,8 +95,7 @@ class CandidatePool:
     def expand(self, nodes: torch.Tensor, worthwhile: torch.Tensor) -> Frontier:
         """Make candidates ``nodes`` int64 [R, width] the next draft forward's frontier.
 
-        Those that are not ``worthwhile`` bool [R, width], or find no room, fill it up unused. A
-        trie's node comes after its parent, or the parent has been expanded before.
+        Those that are not ``worthwhile`` bool [R, width], or find no room, fill it up unused.
         """
         now = slice(self._expanded, self._expanded + nodes.shape[1])
         columns = slice(now.start - self._roots, now.stop - self._roots)
@@ -153,21 +107,13 @@ class CandidatePool:
         depths = self._depths.gather(1, above) + 1
         words = above[:, :, None].expand(-1, -1, self._bits.shape[2])
         bits = self._bits.gather(1, words) | self._own_bits[columns]
-        if self._grafts is not None:
-            self._grafts.expand(now.start, nodes, valid)
-            grafted, index = self._grafted(nodes)
-            above = torch.where(grafted, self._grafts.expansions_above.gather(1, index), above)
-            depths = torch.where(grafted, self._grafts.depths.gather(1, index), depths)
-            seen = self._grafts.bits(index, self._own_bits)
-            bits = torch.where(grafted[:, :, None], seen, bits)
         bits.masked_fill_(~valid[:, :, None], 0)
         self._nodes[:, now] = nodes
         self._depths[:, now] = depths
         self._bits[:, now] = bits
-        values = self.values.gather(1, nodes).masked_fill_(~valid, NO_VALUE)
-        self.bases[:, now] = values
+        self.bases[:, now] = self.values.gather(1, nodes).masked_fill_(~valid, NO_VALUE)
         above = torch.where(valid, above, 0)
-        return Frontier(self.tokens.gather(1, nodes), depths, bits, valid, above, values)
+        return Frontier(self.tokens.gather(1, nodes), depths, bits, valid, above)
 
     @property
     def width(self) -> int:
@@ -201,8 +147,9 @@ class CandidatePool:
         # The node that a candidate became; -1 for none, and for the root.
         became = order.new_full((order.shape[0], order.shape[1] + 1), -1)
         became.scatter_(1, keep, torch.where(kept, positions, -1))
-        above, depths = self._describe(keep)
-        parents = became.gather(1, above).masked_fill_(~kept, -1)
+        above = self._above(keep)
+        depths = self._depths.gather(1, above) + 1
+        parents = became.gather(1, self._nodes.gather(1, above)).masked_fill_(~kept, -1)
         depths = depths.masked_fill_(~kept, 1)
         tokens = self.tokens.gather(1, keep).masked_fill_(~kept, 0)
         candidates = keep.masked_fill(~kept, 0)
@@ -217,20 +164,6 @@ class CandidatePool:
         draws = self._draws(became, named, node_budget)
         counts, grown = kept.sum(dim=1), exists.sum(dim=1)
         return TokenTree(tokens, parents, depths, values, counts, draws, grown, candidates)
-
-    def _describe(self, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the parents of candidates, and their depths."""
-        above = self._above(candidates)
-        parents, depths = self._nodes.gather(1, above), self._depths.gather(1, above) + 1
-        grafts = self._grafts
-        if grafts is None:
-            return parents, depths
-        grafted, index = self._grafted(candidates)
-        grafts_above = torch.where(grafts.above < 0, self._capacity, grafts.above)
-        return (
-            torch.where(grafted, grafts_above.gather(1, index), parents),
-            torch.where(grafted, grafts.depths.gather(1, index), depths),
-        )
 
     def _draws(
         self, became: torch.Tensor, named: torch.Tensor | None, node_budget: int
@@ -254,21 +187,8 @@ class CandidatePool:
         return Draws(nodes[:, :-1], columns[:, :-1], self._distributions)
 
     def _above(self, candidates: torch.Tensor) -> torch.Tensor:
-        """Return the expansion above each candidate; undefined for the trie's nodes."""
-        return (candidates - self._drafted).clamp_(min=0) // self.children
-
-    def _grafted(self, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which candidates are the trie's, and their index there; undefined for others."""
-        return candidates < self._drafted, candidates.clamp(max=self._drafted - 1)
-
-    def _revalue(self, grafts: Grafts) -> None:
-        """Take over the trie's values, both as candidates and as parents of new children."""
-        self.values[:, : grafts.size] = grafts.values
-        new = slice(self._added, self._expanded)
-        grafted, index = self._grafted(self._nodes[:, new])
-        bases = self.bases[:, new]
-        grafted &= bases > NO_VALUE
-        self.bases[:, new] = torch.where(grafted, grafts.values.gather(1, index), bases)
+        """Return the expansion above each candidate."""
+        return candidates // self.children
 
     def _keep_distributions(self, distributions: torch.Tensor | None) -> None:
         if (distributions is None) != (self._distributions is None) and self._added > 0:
