@@ -36,6 +36,7 @@ WIDE_BLOCK = 32
 _MARK = "_dyntree_plan"
 _FURTHER = "_dyntree_further_drafts"
 _CHOSEN = "_dyntree_chose_backend"
+_SIZES = "_dyntree_sizes"
 
 
 def plan_in_force(speculative_config: SpeculativeConfig | None) -> TreePlan | None:
@@ -66,6 +67,15 @@ def sizes_single_trees(vllm_config: VllmConfig, device_type: str) -> bool:
     synchronous = not vllm_config.scheduler_config.async_scheduling
     alone = vllm_config.parallel_config.world_size == 1
     return uses_adaptive_budget(vllm_config) and device_type == "cpu" and synchronous and alone
+
+
+def tree_sizes(vllm_config: VllmConfig) -> tuple[int, ...]:
+    """Return the nodes of a tree that the scheduler may choose, ascending and up to the budget.
+
+    Empty if it does not choose; see `size_trees_by_step`.
+    """
+    sizes: tuple[int, ...] = vars(vllm_config.speculative_config).get(_SIZES, ())
+    return sizes
 
 
 def asked_attention(vllm_config: VllmConfig) -> tuple[str, list[Measurement]]:
@@ -198,8 +208,8 @@ def widen_blocks(vllm_config: VllmConfig) -> None:
 def size_trees_by_step(vllm_config: VllmConfig, device_type: str) -> None:
     """Let the scheduler choose how many nodes of each tree a step verifies.
 
-    vLLM's schedule of draft tokens by batch size gets every possible size. vLLM captures CUDA
-    graphs for these sizes, and the plugin's scheduler chooses among them.
+    vLLM's schedule of draft tokens by batch size gets every size that fits into it. On CUDA vLLM
+    captures graphs for these, and the plugin's scheduler chooses among them.
     """
     from vllm.logger import init_logger
 
@@ -209,9 +219,10 @@ def size_trees_by_step(vllm_config: VllmConfig, device_type: str) -> None:
         return
     if sizes_single_trees(vllm_config, device_type):
         return
-    sizes = _sizes_of(plan.shape.node_budget, scheduler.max_num_seqs)
     on_cuda = device_type != "cpu"  # Without graphs the scheduler may choose any size.
-    if on_cuda and (left_out := sorted({*node_buckets(plan.shape.node_budget)} - {*sizes})):
+    every = node_buckets(plan.shape.node_budget, fill_tiles=on_cuda)
+    sizes = _sizes_of(every, scheduler.max_num_seqs)
+    if on_cuda and (left_out := sorted({*every} - {*sizes})):
         init_logger("vllm.dyntree").info_once(
             "max_num_seqs=%d leaves room for trees of %s nodes, and not of %s.",
             scheduler.max_num_seqs,
@@ -221,15 +232,16 @@ def size_trees_by_step(vllm_config: VllmConfig, device_type: str) -> None:
     speculation.num_speculative_tokens_per_batch_size = [
         (batch, batch, size) for batch, size in enumerate(sizes, start=1)
     ]
+    vars(speculation)[_SIZES] = tuple(sorted(sizes)) if on_cuda else every
 
 
-def _sizes_of(node_budget: int, requests: int) -> list[int]:
+def _sizes_of(every: tuple[int, ...], requests: int) -> list[int]:
     """Return the sizes that fit into vLLM's schedule, descending: one per number of requests.
 
     The full budget goes first, then 0, which ends speculation when it does not pay. Small trees
     are left out first, because they differ least from 0.
     """
-    none, *sizes = node_buckets(node_budget)
+    none, *sizes = every
     if requests == 1:
         return sizes[-1:]
     return [*sizes[-(requests - 1) :][::-1], none]

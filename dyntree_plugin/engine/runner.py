@@ -25,7 +25,7 @@ from vllm.v1.worker.utils import clear_layer_kv_caches
 from dyntree_plugin.admission.request_limits import wrap_seeds
 from dyntree_plugin.engine.agreement import agreement_of
 from dyntree_plugin.engine.compose import Composer
-from dyntree_plugin.engine.configuration import uses_adaptive_budget
+from dyntree_plugin.engine.configuration import tree_sizes, uses_adaptive_budget
 from dyntree_plugin.engine.drafts.base import TreeProposals
 from dyntree_plugin.engine.drafts.drafters import drafter_for
 from dyntree_plugin.engine.drafts.look_up import TextLookUp
@@ -318,7 +318,8 @@ class TreeRunnerMixin(TreeStage):
 
     def _new_record(self) -> StepRecord:
         """Make the next step's record; the first one carries the row costs to the scheduler."""
-        record = StepRecord(self._plain_steps, self._row_cost is not None)
+        weighed = () if self._row_cost is None else tree_sizes(self.vllm_config)
+        record = StepRecord(self._plain_steps, weighed)
         if self._row_cost is not None and not self._row_cost_sent:
             self._row_cost_sent = True
             record.introduce(self._row_cost, self.graphs.fewest_forwards)

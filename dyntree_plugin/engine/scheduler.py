@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -18,14 +17,13 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from dyntree_kernels.contracts import report_places
 from dyntree_plugin.admission.node_limit import node_limit
 from dyntree_plugin.engine.budget.by_schedule import FORWARDS, NodeBuckets
-from dyntree_plugin.engine.configuration import tree_plan
+from dyntree_plugin.engine.configuration import tree_plan, tree_sizes
 from dyntree_plugin.engine.fallback import chain_reason
 from dyntree_plugin.engine.grammar.scheduled import TreeGrammars
 from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
 from dyntree_plugin.engine.telemetry.sources import source_indices
 from dyntree_plugin.engine.telemetry.stats import DeliveredMetrics, TreeSpecDecodingStats
 from dyntree_plugin.metrics.names import EMPTY_TREE
-from dyntree_plugin.tree.budget.choice import node_buckets
 
 
 class TreeCounting(Scheduler):
@@ -52,10 +50,7 @@ class TreeCounting(Scheduler):
             None if plan is None else chain_reason(self.vllm_config.model_config, plan.shape)
         )
         if self.dynamic_sd_lookup is not None and plan is not None:
-            sizes: tuple[int, ...] = node_buckets(plan.shape.node_budget)
-            if not current_platform.is_cpu():
-                # Graphs are captured for these sizes. Entry 0 of the table belongs to no batch.
-                sizes = tuple(sorted({*self.dynamic_sd_lookup[1:]}))
+            sizes = tree_sizes(self.vllm_config)
             synchronous = not self.scheduler_config.async_scheduling
             lookup: Any = NodeBuckets(sizes, plan.further_forwards, synchronous=synchronous)
             self._buckets = self.dynamic_sd_lookup = lookup

@@ -64,7 +64,7 @@ class Drafting:
         chained = torch.arange(MOST + 1) == 3
         shape, widths = plan.shape, plan.growing.widths
         depth = shape.max_depth
-        buckets = node_buckets(shape.node_budget)
+        buckets = node_buckets(shape.node_budget, fill_tiles=True)
         self.numbers = numbers or sorted({1 + min(size, depth) for size in buckets})
         first, *self.further = models or [
             (Block if shape.block else Head if shape.head else Draft)()

@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
-from dyntree_plugin.tree.budget.choice import DraftingChoice, best_drafting, node_buckets
+from dyntree_plugin.tree.budget.choice import DraftingChoice, best_drafting
 from dyntree_plugin.tree.budget.row_cost import OPTIMISM, TRIED_EVERY, RowCost, StepSeconds
 from dyntree_plugin.tree.budget.worth import FIRST_TREES, ForwardSeconds, TreeWorth
 
@@ -36,8 +36,6 @@ class NodeBuckets:
         """Draft forwards of the last choice."""
         self._most = forwards
         self._synchronous = synchronous
-        # Columns of the worker's table.
-        self._offered = [node_buckets(sizes[-1]).index(size) for size in sizes]
         self._fewest = 0
         self._cost: RowCost | None = None
         self._worth = TreeWorth(forwards)
@@ -94,7 +92,7 @@ class NodeBuckets:
         self._context = counts.context
         if counts.worth and counts.verified and counts.growth_forwards is not None:
             known = len(counts.worth) if counts.ended_early else counts.growth_forwards + 1
-            seen = np.asarray(counts.worth)[:known, self._offered]
+            seen = np.asarray(counts.worth)[:known]
             self._worth.observe(seen, len(counts.decoding))
         forward = self._forward_seconds.of(len(counts.decoding))
         if self._cost is None or before is None or forward is None:

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.states import RequestState
 
 from dyntree_plugin.engine.attention.buffers import shared
-from dyntree_plugin.engine.configuration import uses_adaptive_budget
+from dyntree_plugin.engine.configuration import tree_sizes, uses_adaptive_budget
 from dyntree_plugin.engine.cuda.capture import free_memory, recorder
 from dyntree_plugin.engine.cuda.captured import MOST_REQUESTS, CapturedDrafting, CapturedStages
 from dyntree_plugin.engine.cuda.graph_memory import GraphMemory
@@ -30,7 +30,6 @@ from dyntree_plugin.engine.runner import TreeRunnerMixin
 from dyntree_plugin.engine.stage import TreeStage
 from dyntree_plugin.engine.step.growth_stages import DraftStages
 from dyntree_plugin.engine.step.ops import TreeOps
-from dyntree_plugin.tree.budget.choice import node_buckets
 
 logger = init_logger("vllm.dyntree")
 
@@ -91,7 +90,7 @@ class TreeGPUModelRunner(GPUStage, TreeRunnerMixin):
         shape = self.trees.shape
         sizes, fewest = [shape.node_budget], len(stages.widths)
         if uses_adaptive_budget(self.vllm_config):
-            sizes, fewest = [*node_buckets(shape.node_budget)], 0
+            sizes, fewest = [*tree_sizes(self.vllm_config)], 0
         numbers = sorted({1 + min(size, shape.max_depth) for size in sizes})
         of_trees = self.trees.spare, self.trees.vocabulary
         return CapturedDrafting(stages, numbers, most, *of_trees, fewest, shape.node_budget)

@@ -28,10 +28,10 @@ class WorkerCounts:
     decoded. ``budgeted``: seconds of this step; None if no adaptive budget expected any.
 
     The scheduler chooses an adaptive budget from the rest. ``worth``: `worth_by_forwards` of the
-    decoding requests' trees for each of `node_buckets`. ``growth_forwards``: draft forwards after
-    the catch-up that grew those trees; None without trees. ``ended_early``: as in `Drafted`; more
-    forwards would have grown the same trees. ``drafted``: requests, draft forwards and seconds of
-    drafting, for each finished step in which every request decoded. ``row_cost`` and
+    decoding requests' trees for each of `configuration.tree_sizes`. ``growth_forwards``: draft
+    forwards after the catch-up that grew those trees; None without trees. ``ended_early``: as in
+    `Drafted`; more forwards would have grown the same trees. ``drafted``: requests, draft forwards
+    and seconds of drafting, for each finished step in which every request decoded. ``row_cost`` and
     ``fewest_forwards``, with the first step: what rows cost, and the fewest forwards of a step.
     ``context``: the mean positions of the requests before this step.
     """

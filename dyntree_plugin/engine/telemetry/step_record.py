@@ -13,7 +13,6 @@ from dyntree_kernels.contracts import ADMITTED, Report, report_width
 from dyntree_plugin.engine.step.clock import DRAFTING, Measured, StageTimes
 from dyntree_plugin.engine.step.ops import Arrival, Send
 from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
-from dyntree_plugin.tree.budget.choice import node_buckets
 from dyntree_plugin.tree.budget.worth import worth_by_forwards
 
 if TYPE_CHECKING:
@@ -33,11 +32,11 @@ class StepRecord:
     Call `sampled` after sampling, `send` before drafting, and `ended` after it.
     """
 
-    def __init__(self, plain_steps: PlainSteps | None = None, weighs_trees: bool = False) -> None:
-        """``plain_steps``: estimates steps without trees. ``weighs_trees``: the scheduler chooses
-        the budget, so it needs the worth of trees."""
+    def __init__(self, plain_steps: PlainSteps | None = None, sizes: tuple[int, ...] = ()) -> None:
+        """``plain_steps``: estimates steps without trees. ``sizes``: nodes of a tree among which
+        the scheduler chooses, so it needs the worth of trees; empty if it does not."""
         self._plain_steps = plain_steps
-        self._weighs_trees = weighs_trees
+        self._sizes = sizes
         self._counts = WorkerCounts()
         self._plan: TreePlan | None = None
         self._decoding = np.zeros(0, dtype=bool)
@@ -107,7 +106,7 @@ class StepRecord:
             levels = self._plan.shape.max_depth
             columns = self._arrival().numpy()  # sync: it has arrived
             counts.report = columns[:, : report_width(0, levels, ranked=False)].copy()
-            if self._weighs_trees:  # The scheduler chose one size for all trees.
+            if self._sizes:  # The scheduler chose one size for all trees.
                 admitted = counts.report[:, ADMITTED]
                 np.minimum(admitted, counts.node_budget, out=admitted)
                 if counts.growth_forwards is not None:
@@ -128,7 +127,7 @@ class StepRecord:
             # A block draft makes one forward, whatever growth expands.
             needed[::stride] * (forwards > 0),
             forwards,
-            node_buckets(plan.shape.node_budget),
+            self._sizes,
         )
         return worth.tolist()  # type: ignore[no-any-return]  # sync: host memory
 

@@ -251,12 +251,13 @@ def test_steps_note_what_trees_were_worth_where_the_scheduler_needs_it() -> None
     values = torch.tensor([[0.8, 0.4, 0.2], [0.6, 0.2, 0.0], [1.0, 1.0, 1.0]]).log()
     depths = torch.tensor([[1, 2, 2], [1, 1, 1], [1, 1, 1]])
     noted = []
-    for weighs, budget in ((True, "adaptive"), (False, "adaptive"), (True, "fixed")):
+    sizes = 0, 1, 2, 3
+    for weighed, budget in ((sizes, "adaptive"), ((), "adaptive"), (sizes, "fixed")):
         plan = DynTreeOptions(budget=budget, max_depth=2).resolve(3)
         trees = TreeStore(4, plan, 8, torch.device("cpu"))
         trees.values[1:4], trees.depths[1:4] = values, depths
         trees.forwards[1:4] = depths - 1
-        record = StepRecord(weighs_trees=weighs)
+        record = StepRecord(sizes=weighed)
         batch: Any = SimpleNamespace(
             num_reqs=3,
             num_tokens=12,

@@ -40,12 +40,21 @@ def sized(
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_on_cuda_vllm_knows_every_size(asynchronous: bool) -> None:
-    assert sized(asynchronous=asynchronous) == {*node_buckets(24)} == {0, 1, 2, 4, 8, 16, 24}
+    every = {*node_buckets(24, fill_tiles=True)}
+    assert sized(asynchronous=asynchronous) == every == {0, 1, 3, 7, 15, 24}
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 15, 16, 63, 64, 1000])
+def test_on_cuda_trees_below_the_budget_fill_tiles_with_their_roots(nodes: int) -> None:
+    none, *smaller, most = node_buckets(nodes, fill_tiles=True)
+    assert (none, most) == (0, nodes)
+    assert [1 + size for size in smaller] == [2 << k for k in range(len(smaller))]
+    assert 2 << len(smaller) >= 1 + nodes
 
 
 def test_of_few_requests_the_largest_sizes_are_known_and_that_there_may_be_none() -> None:
-    assert sized(requests=6) == {0, 2, 4, 8, 16, 24}
-    assert sized(requests=3) == {0, 16, 24}
+    assert sized(requests=5) == {0, 3, 7, 15, 24}
+    assert sized(requests=3) == {0, 15, 24}
     assert sized(requests=2) == {0, 24}
     assert sized(requests=1) == {24}
 

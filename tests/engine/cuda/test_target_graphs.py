@@ -109,9 +109,9 @@ def captured(manager: Any, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> int:
     return len(manager._capture_descs[mode])
 
 
-@pytest.mark.parametrize(("nodes", "requests"), [(16, 256), (256, 64)])
+@pytest.mark.parametrize(("nodes", "requests"), [(16, 256), (63, 64), (256, 64)])
 def test_few_graphs_serve_every_batch_and_pad_none_far(nodes: int, requests: int) -> None:
-    sizes = node_buckets(nodes)
+    sizes = node_buckets(nodes, fill_tiles=True)
     stock, thinned = (vllms_manager(nodes, requests, sizes) for _ in range(2))
     thin_out(thinned)
     for manager in (stock, thinned):
@@ -135,7 +135,7 @@ def test_trees_of_one_size_keep_vllms_graphs() -> None:
 
 
 def test_batches_with_adapters_have_as_many_graphs_of_their_own() -> None:
-    sizes = node_buckets(16)
+    sizes = node_buckets(16, fill_tiles=True)
     base, both = vllms_manager(16, 64, sizes), vllms_manager(16, 64, sizes, adapters=2)
     for manager in (base, both):
         thin_out(manager)

@@ -134,7 +134,7 @@ def test_nodes_that_the_steps_size_leaves_out_are_the_budgets(
         of_batch.num_draft_tokens_per_req = np.array(drafts)
         nodes = [drafts[0], drafts[0] - 1]
     verified = verification([[-1] * 3] * 2, nodes)
-    record = StepRecord(weighs_trees=True)
+    record = StepRecord(sizes=(0, 1, 2, 3))
     record.sampled(of_batch, report(trees, SLOTS, verified), trees.plan, True, 0)
     record.send(at_hand)
     assert (*pruned(record.counts()).values(),) == expected
@@ -252,7 +252,7 @@ def test_a_step_that_reads_a_prompt_is_not_compared(trees: TreeStore) -> None:
 @pytest.mark.parametrize("budget", ["adaptive", "fixed"])
 def test_a_step_that_no_tree_waited_for_counts_none(budget: str) -> None:
     plan = DynTreeOptions(max_depth=3, budget=budget).resolve(5)
-    record = StepRecord(weighs_trees=True)
+    record = StepRecord(sizes=(0, 1, 2, 3))
     record.sampled(batch(DECODING), None, plan, False, None)
     record.send(at_hand)
     counts = record.counts()
