@@ -11,8 +11,10 @@
 #                       random weights and Qwen3-Next's layers, by trees and by vLLM's chain
 #            speed-1b   no speculation, vLLM's chains and trees, a target of Llama-3.2-1B's shape
 #            speed-8b   the same with the shape of Llama-3.1-8B, and no drawn chains: they have no room
+#            speed-eagle3-1b, speed-eagle3-8b
+#                       the same with an EAGLE-3 head: of vLLM's chains those that draft within CUDA graphs
 #            speed-hybrid   the same with Mamba-2 in most layers, of Granite-4.0-H-1B's shape
-#            offload    no speculation, a chain of 5 and a tree of 64, with all layers of a target of
+#            offload    no speculation, a chain of 5 and a tree of 63, with all layers of a target of
 #                       Llama-3.1-8B's shape in the host's memory: 3 times 14 GB of it
 #   PYTHON   the Python to use; else .venv's, else python3
 #   OUT      where results go; else benchmarks/results
@@ -34,10 +36,10 @@ part=${PART:-}
 limit=${LIMIT:-480}
 case $part in
     first) limit=${LIMIT:-360} ;;
-    identity-bf16 | identity-fp32 | tests | launches | speed-1b | speed-8b | speed-hybrid | offload) ;;
+    identity-bf16 | identity-fp32 | tests | launches | speed-1b | speed-8b | speed-eagle3-1b | speed-eagle3-8b | speed-hybrid | offload) ;;
     *)
         echo "make gpu-e2e needs PART=first, identity-bf16, identity-fp32, tests, launches, speed-1b," \
-            "speed-8b, speed-hybrid or offload; it was '$part'" >&2
+            "speed-8b, speed-eagle3-1b, speed-eagle3-8b, speed-hybrid or offload; it was '$part'" >&2
         exit 2
         ;;
 esac
@@ -140,7 +142,7 @@ launches() {
     return $code
 }
 
-declare -A depths=([8]=6 [16]=8 [32]=8 [64]=10)
+declare -A depths=([7]=6 [15]=8 [31]=8 [63]=10)
 
 # Further arguments of the engines that `speed` measures.
 offloading=
@@ -180,9 +182,9 @@ speed() {
 
 # An H200 has 140 GiB, an H100 80. On the smaller device fewer engines stand side by side.
 if ((memory >= 100)); then
-    of_1b=("1 2 3 5 8" "3 5 8" "8 16 32 64") of_8b=("3 5" 0 "8 32")
+    of_1b=("1 2 3 5 8" "3 5 8" "7 15 31 63") of_8b=("3 5" 0 "15 63")
 else
-    of_1b=("1 3 5" "3 5" "16 32 64") of_8b=("5" 0 "32")
+    of_1b=("1 3 5" "3 5" "15 31 63") of_8b=("5" 0 "63")
 fi
 
 loads=(--temperature 0 --temperature 1 --batch 1 --batch 4 --batch 16 --batch 64
@@ -210,7 +212,7 @@ grown_target("llama-1b", Path(pair.paths()["target"]))' &
     echo "== tokens" && cat "$scratch/tokens"
     wait "$grown"
     echo "== speed"
-    speed llama-1b $((3 << 29)) "3 5" 0 16 "${few_loads[@]}"
+    speed llama-1b $((3 << 29)) "3 5" 0 15 "${few_loads[@]}"
     code=$?
     echo "kernels exited with $kernels_code, tokens with $tokens_code, speed with $code"
     ((kernels_code == 0 && tokens_code == 0 && code == 0))
@@ -219,9 +221,9 @@ grown_target("llama-1b", Path(pair.paths()["target"]))' &
 # Every layer comes over the bus in every step; two have room on the device. Trees have the default
 # depth, as forwards of the draft are cheap beside that.
 offload() {
-    depths[64]=
+    depths[63]=
     offloading=', "offload_group_size": 1, "offload_num_in_group": 1, "offload_prefetch_step": 2'
-    speed llama-8b $((1 << 30)) 5 0 64 "${offloaded_loads[@]}"
+    speed llama-8b $((1 << 30)) 5 0 63 "${offloaded_loads[@]}"
 }
 
 case $part in
@@ -233,6 +235,8 @@ case $part in
     speed-1b) speed llama-1b $((3 << 29)) "${of_1b[@]}" "${loads[@]}" ;;
     # Each engine has 14 GB of weights and 4 GB of cache.
     speed-8b) speed llama-8b $((7 << 29)) "${of_8b[@]}" "${loads[@]}" ;;
+    speed-eagle3-1b) speed llama-1b $((3 << 29)) "${of_1b[@]}" --method eagle3 "${loads[@]}" ;;
+    speed-eagle3-8b) speed llama-8b $((7 << 29)) "${of_8b[@]}" --method eagle3 "${loads[@]}" ;;
     speed-hybrid) speed granite-h-1b $((3 << 29)) "${of_1b[@]}" "${loads[@]}" ;;
     offload) offload ;;
 esac

@@ -14,7 +14,7 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PARTS = (
     *("first", "identity-bf16", "identity-fp32", "tests", "launches"),
-    *("speed-1b", "speed-8b", "speed-hybrid", "offload"),
+    *("speed-1b", "speed-8b", "speed-eagle3-1b", "speed-eagle3-8b", "speed-hybrid", "offload"),
 )
 
 
@@ -26,6 +26,18 @@ def test_a_part_that_there_is_not_is_refused_with_those_there_are(tmp_path: Path
     assert done.returncode == 2
     assert all(each in done.stderr for each in PARTS)
     assert not list(tmp_path.iterdir())
+
+
+def test_measured_trees_fill_tiles_with_their_roots() -> None:
+    text = (SCRIPTS / "gpu_e2e.sh").read_text("utf-8")
+    depths = re.search(r"depths=\((.*)\)", text)
+    assert depths
+    known = {int(nodes) for nodes in re.findall(r"\[(\d+)\]", depths[1])}
+    engines = re.findall(r'of_\db=\("[\d ]+" (?:"[\d ]+"|0) "([\d ]+)"\)', text)
+    engines += re.findall(r'^ +speed .* \d "?(\d+)"? "\$', text, re.MULTILINE)
+    measured = {int(nodes) for each in engines for nodes in each.split()}
+    assert measured == known
+    assert all((nodes + 1).bit_count() == 1 for nodes in measured)
 
 
 def test_a_log_leaves_out_the_tests_that_it_says_have_passed(tmp_path: Path) -> None:

@@ -29,11 +29,9 @@ def node_buckets(node_budget: int, *, fill_tiles: bool = False) -> tuple[int, ..
     ``fill_tiles``: one less than each power, so that a tree and its root fill tiles of a GPU's
     kernels. There each size has separate graphs.
     """
-    if fill_tiles:
-        full = ((2 << power) - 1 for power in range(node_budget.bit_length()))
-        return (0, *(size for size in full if size < node_budget), node_budget)
     powers = (1 << power for power in range((node_budget - 1).bit_length()))
-    return (0, *powers, node_budget)
+    sizes = (2 * power - 1 if fill_tiles else power for power in powers)
+    return (0, *(size for size in sizes if size < node_budget), node_budget)
 
 
 @dataclass(frozen=True)
