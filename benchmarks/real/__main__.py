@@ -16,7 +16,7 @@ import typer
 
 from benchmarks.cache import cached
 from benchmarks.real import answers, judge, prompts, report
-from benchmarks.real.judge import MARGINS
+from benchmarks.real.margins import MARGINS
 from benchmarks.real.models import MODELS, fetched
 from dyntree_plugin.admission.reasons import exit_on_mistake
 from dyntree_plugin.commands.engine import tokenizer_of

@@ -11,12 +11,9 @@ from typing import Any
 import torch
 
 from benchmarks.real.answers import Answered, first_difference
+from benchmarks.real.margins import MARGINS
 from benchmarks.real.prompts import Part
 from dyntree_plugin.tree.perturb import perturb_on
-
-MARGINS = {"float32": 0.01, "bfloat16": 0.25}
-"""Most logits by which rounding may move two tokens against each other: those of the end-to-end
-tests (`tests/e2e/margins.py`)."""
 
 Found = Mapping[str, Answered]
 """The answers by the names of parts."""

@@ -25,8 +25,9 @@ import workload
 from engine_process import START_AND_WORK_SECONDS, Result, Run, serve
 from features import FOR_A_CPU
 from identity_report import Broken, Record, Row, report
-from margins import MARGINS, Place, Scores, places, scores_of, scoring, verdict
+from margins import Place, Scores, places, scores_of, scoring, verdict
 
+from benchmarks.real.margins import MARGINS
 from dyntree_plugin.tree.perturb import perturb_on
 
 ON_CUDA = torch.cuda.is_available()

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gpu_results import of_this
-from margins import MARGINS, Verdict
+from margins import Verdict
 
+from benchmarks.real.margins import MARGINS
 from dyntree_plugin.provenance import provenance
 
 

@@ -10,11 +10,6 @@ from typing import Any
 import torch
 from engine_process import Output, Request, Result, Run
 
-MARGINS = {"bfloat16": 0.25, "float16": 0.03125, "float32": 0.01}
-"""Most logits by which rounding may move two tokens against each other. In bf16 and fp16, it is
-four units in the last place of a logit between 8 and 16. In fp32, rounding moves them by far
-less."""
-
 _KNOWN = {"max_tokens", "temperature", "top_p", "seed", "ignore_eos", "stop"}
 _KNOWN_WITHOUT_TOP_P = _KNOWN - {"top_p"} | {"allowed_token_ids"}
 

@@ -12,10 +12,12 @@ from comparison import by_request, mismatches
 from device_identity import VOCABULARY, noise
 from engine_process import Output, Request, Result, Run, serve
 from features import PROMPTS, SEEDS, adapters_in_turn, long
-from margins import MARGINS, Scores, Verdict, places, scores_of, scoring, verdict
+from margins import Scores, Verdict, places, scores_of, scoring, verdict
 from ranks import serve_on_ranks
 from references import serve_right
 from stages import serve_in_stages
+
+from benchmarks.real.margins import MARGINS
 
 FEW = {"allowed_token_ids": [300, 301, 302]}
 """Random weights repeat nothing. Of so few tokens, look-up and a draft guess many."""
