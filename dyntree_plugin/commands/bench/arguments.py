@@ -39,12 +39,9 @@ PromptSets = Annotated[
     list[str] | None,
     shared(
         "--prompts",
-        "code is held-out Python, and prose is docstrings, from which there is less to copy. json, "
-        "tools and regex ask about held-out code, and the answer is JSON by schema, a call of a "
-        "tool, or text by a regular expression. In mixed, penalties, JSON, bad words, tool calls, "
-        "least lengths and ordinary requests take turns. Or a JSONL file, whose lines may bring "
-        "parameters in a field sampling; or 'vllm:' with flags for one of vLLM's data sets. "
-        "Repeatable: each is measured.",
+        "code is held-out Python, and prose is docstrings, from which there is less to copy. Or a "
+        "JSONL file, whose lines may bring parameters in a field sampling, such as grammars; or "
+        "'vllm:' with flags for one of vLLM's data sets. Repeatable: each is measured.",
         show_default="code",
         autocompletion=_sources,
     ),

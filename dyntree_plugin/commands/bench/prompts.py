@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dyntree_plugin.commands.bench import sets
 from dyntree_plugin.commands.loads import chat as chats
 from dyntree_plugin.commands.loads.prompt_file import lines
 from dyntree_plugin.commands.loads.requests import Request
@@ -22,7 +21,7 @@ CODE = "code"
 PROSE = "prose"
 """Docstrings of the same modules."""
 
-NAMES = (CODE, PROSE, *sets.NAMES)
+NAMES = (CODE, PROSE)
 """Names of sets, as ``--prompts`` takes them."""
 
 VLLM = "vllm:"
@@ -54,19 +53,16 @@ def read(
 ) -> tuple[str, list[Request]]:
     """Return a set's name and up to ``count`` of its requests; the ``seed`` determines which.
 
-    ``source`` is `CODE`, `PROSE`, one of `sets.NAMES`, a JSONL file, or `VLLM` with flags, which
-    need the target's tokenizer. The prompts are texts. ``chat``: `tokens` makes them messages.
+    ``source`` is `CODE`, `PROSE`, a JSONL file, or `VLLM` with flags, which need the target's
+    tokenizer. The prompts are texts. ``chat``: `tokens` makes them messages.
 
     Raises:
         ValueError: if it is none of them or has no prompts.
     """
     if source == PROSE:
         return "held-out prose", [Request(text) for text in _held_out(held_out_prose, count, seed)]
-    if source == CODE or source in sets.NAMES:
-        codes = _held_out(held_out_prompts, count, seed)
-        if source in sets.NAMES:
-            return sets.read(source, codes)
-        return "held-out code", [Request(code) for code in codes]
+    if source == CODE:
+        return "held-out code", [Request(text) for text in _held_out(held_out_prompts, count, seed)]
     if source.startswith(VLLM):
         name, texts = _of_vllm(_flags(source), count, tokenizer, seed, chat=chat)
         return name, [Request(text) for text in texts]

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from command_lines import ran, ran_benchmark
 from prometheus_client.parser import text_string_to_metric_families
+from transformers import AutoTokenizer
 
 from dyntree_plugin import pair
-from dyntree_plugin.commands.bench import prompts, sets, summary, table
+from dyntree_plugin.commands.bench import summary, table
 from dyntree_plugin.commands.bench.measure import warm_ups
 from dyntree_plugin.commands.bench.results import Cell, Result, Series
 from dyntree_plugin.commands.bench.session import Grid
@@ -29,26 +30,11 @@ PENALTY = {"repetition_penalty": 1.1}
 TARGET = pair.paths()["target"]
 
 
-def of(name: str, count: int = 12) -> list[Request]:
-    return prompts.read(name, count, None)[1]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(TARGET)
-
-
-@pytest.fixture(scope="module")
-def verify(tokenizer: Any) -> requests.Verify:
-    return requests.engine_verifies({"model": str(TARGET), "no_such_argument": 1}, tokenizer)
-
-
-@pytest.mark.parametrize("name", sets.NAMES)
-def test_engines_take_the_requests_of_a_set(name: str, verify: requests.Verify) -> None:
-    for request in of(name, 24):
-        requests.check(request.sampling, name, 128, verify)
+@pytest.mark.parametrize("sampling", [GRAMMAR, PENALTY])
+def test_parameters_that_an_engine_takes_are_admitted(sampling: dict[str, Any]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    verify = requests.engine_verifies({"model": str(TARGET), "no_such_argument": 1}, tokenizer)
+    requests.check(sampling, "mine", 128, verify)
 
 
 @pytest.mark.parametrize(
