@@ -80,7 +80,7 @@ class Draft:
 
 
 class Head(Draft):
-    """A head of a target with hidden states of two layers; see `LoadedHead`.
+    """A head of a target with hidden states of two layers; see `HeadSpeculator`.
 
     Its output depends on everything that a forward is given, and so on the states that the rows of
     all ancestors made.

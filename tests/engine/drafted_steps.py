@@ -54,7 +54,7 @@ class Drafting:
         ranking: Any = None,
         models: Sequence[Draft] = (),
     ) -> None:
-        """``growth_type`` None means growth on tensors. ``numbers``: columns of the catch-up's
+        """``growth_type`` of a plan that is compiled. ``numbers``: columns of the catch-up's
         graphs, by default those of an adaptive budget. ``ranking``: as for a `Drafter`.
         ``models``: a draft model, and those beside it; by default there is one."""
         self.plan = plan
@@ -140,7 +140,7 @@ class Drafting:
             MOST, rows, expansions, HIDDEN, HIDDEN, torch.float32, self.memory.device
         )
         self.roots = (self.states.root, self.states.own[:, 0])
-        return TargetHead(self.model, self.model, self.states, self.memory, self.writer)
+        return TargetHead(self.model, self.states, self.memory, self.writer)
 
     def read_prompts(self, roots: torch.Tensor, g: torch.Generator) -> None:
         """Do as a batch with prompts does, whose rows are read without a graph."""

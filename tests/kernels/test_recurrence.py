@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from recurrent_layers import path_to, tree_states
+from reference.recurrence import committed, tree_chunk
 from tree_shapes import chain, random_tree, star
 
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
-from dyntree_kernels.recurrence import Commit, committed, inputs, tree_chunk
+from dyntree_kernels.recurrence import Commit, inputs
 
 HEADS, K, V = 2, 16, 24
 TREES = {

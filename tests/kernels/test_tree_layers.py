@@ -8,12 +8,13 @@ import pytest
 import recurrent_layers
 import torch
 from recurrent_layers import KINDS, Decoder, path_to, tree_states
+from reference.recurrence import tree_chunk
 from tree_shapes import chain, random_tree, star
 
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
 from dyntree_kernels.cpu.recurrence import gated_delta_rule, sequences, trees
 from dyntree_kernels.cpu.tree_layers import PathCommit, TreeForward
-from dyntree_kernels.recurrence import Commit, tree_chunk
+from dyntree_kernels.recurrence import Commit
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 LAYERS = [(kind, dtype) for kind in KINDS for dtype in (FLOAT, HALF)]

@@ -8,14 +8,13 @@ before their tokens, and its forwards hand hidden states on to later ones. EAGLE
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.gemma4.speculator import Gemma4Speculator
-from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from dyntree_plugin.engine.drafts.base import NodeProposals, forward_context
 from dyntree_plugin.engine.drafts.draft_model import FilledRows
@@ -27,29 +26,6 @@ from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TreeRows
 from dyntree_plugin.engine.step.source import NodeSource
 from dyntree_plugin.tree.plan import TreePlan
-
-
-class LoadedHead(Protocol):
-    """A head that is loaded."""
-
-    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Turn the target's hidden states [N, layers * H] into the head's input [N, H]."""
-        ...
-
-    def run(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        states: torch.Tensor,
-        metadata: dict[str, Any] | None,
-        slots: dict[str, torch.Tensor] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run rows; return what gives their logits, and their hidden states for later rows."""
-        ...
-
-    def compute_draft_logits(
-        self, hidden_states: torch.Tensor, spec_step_idx: int
-    ) -> torch.Tensor: ...
 
 
 def joined(target: TargetStates, at: torch.Tensor) -> torch.Tensor:
@@ -92,15 +68,12 @@ class TargetHead:
 
     def __init__(
         self,
-        head: LoadedHead,
-        speculator: DraftModelSpeculator,
+        head: HeadSpeculator,
         states: HeadStates,
         memory: RowMemory,
         writer: RowWriter,
     ) -> None:
-        """``speculator``: vLLM's, which builds attention metadata for prompts."""
         self._head = head
-        self._speculator = speculator
         self._states = states
         self._memory = memory
         self._writer = writer
@@ -119,7 +92,7 @@ class TargetHead:
 
     def follow_prompts(self, step: CatchUp) -> None:
         """Do as `follow` where some requests are in their prompt, whose chunks are read as well."""
-        rows = prompt_rows(self._speculator, self._memory, step)
+        rows = prompt_rows(self._head, self._memory, step)
         self._read(rows, self._combined(step.target, rows.read), rows.last)
 
     def root_logits(self, requests: int) -> torch.Tensor:
@@ -217,7 +190,7 @@ class HeadSpeculator(NodeProposals):
         return load_eagle_model(target_model, self.vllm_config)
 
     def make_source(self, memory: RowMemory, writer: RowWriter) -> NodeSource:
-        return self.source(self, self, self.states, memory, writer)
+        return self.source(self, self.states, memory, writer)
 
     def rehearse(
         self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool
@@ -233,7 +206,7 @@ class HeadSpeculator(NodeProposals):
         self.compute_draft_logits(found[self.rows_of_logits(batch, most_logits)], 0)
 
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Turn the target's hidden states into the head's input; see `LoadedHead`."""
+        """Turn the target's hidden states [N, layers * H] into the head's input [N, H]."""
         if self.method != "eagle3":
             return hidden
         model: Any = self.model
@@ -249,7 +222,7 @@ class HeadSpeculator(NodeProposals):
         metadata: dict[str, Any] | None,
         slots: dict[str, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run rows of the head; see `LoadedHead`."""
+        """Run rows; return what gives their logits, and their hidden states for later rows."""
         with forward_context(self.vllm_config, len(ids), metadata, slots):
             found = self.model(
                 input_ids=ids, positions=positions, hidden_states=states, inputs_embeds=None

@@ -1,8 +1,8 @@
 """The gated delta rule, Mamba-2's state space and convolutions over trees of tokens, in Triton.
 
 A tree passes a layer as one chunk whose causal mask is the ancestor mask, in float32
-(`recurrence.tree_chunk` has the formulas and their sources). States are read and not written:
-`state_commits` advances them.
+(`tests/reference/recurrence.py` has the formulas and their sources). States are read and not
+written: `state_commits` advances them.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from paged_cases import DEVICE
+from reference.recurrence import Chunk, committed, tree_chunk
 from tree_shapes import chain, random_tree, star
 
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
@@ -19,7 +20,7 @@ from dyntree_kernels.cuda.state_commits import (
     advance_state_space,
     keep_history,
 )
-from dyntree_kernels.recurrence import Chunk, Commit, committed, inputs, tree_chunk
+from dyntree_kernels.recurrence import Commit, inputs
 
 ON_GPU = DEVICE.type == "cuda"
 SLOTS = [3, 1, 5, 2]
