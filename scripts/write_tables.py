@@ -71,46 +71,6 @@ def _speed_up(result: Result, row: Row | None) -> str:
     return f"**{text}**" if table.has_trees(result, row) and lost else text
 
 
-def _tokens_per_step(*names: str) -> str:
-    """Compare engines by their tokens per step alone, and with the chain that has the most.
-
-    Standard errors, where results have them, are those of independent samples: engines serve the
-    same prompts, so that those of the ratios are rather too large.
-    """
-    results = [read(RESULTS / f"{name}.json") for name in names]
-    cells = list(dict.fromkeys(series.cell for series in results[0].series))
-    kinds = {engine.name: engine.kind for result in results for engine in result.engines}
-    lines = ["| | " + " | ".join(f"temperature {c.temperature:g} | × best chain" for c in cells)]
-    lines[0] += " |"
-    lines.append("|---|" + "---:|" * (2 * len(cells)))
-    lines += [f"| {name} |" for name in kinds]
-    for cell in cells:
-        found = {row.series.engine: _emitted(row) for r in results for row in rows(r, cell)}
-        best = max(found[name] for name in kinds if kinds[name] == "chain" and name in found)
-        for number, name in enumerate(kinds, 2):
-            if name not in found:
-                lines[number] += " – | – |"
-                continue
-            own, off = found[name]
-            ratio = own / best[0]
-            spread = (
-                0.0 if found[name] == best else ratio * math.hypot(off / own, best[1] / best[0])
-            )
-            lines[number] += f" {_with_error(own, off)} | {_with_error(ratio, spread)} |"
-    return "\n".join(lines)
-
-
-def _emitted(row: Row) -> tuple[float, float]:
-    """Return the tokens per step, and their standard error, 0 if it is unknown."""
-    runs = row.series.runs
-    errors = math.hypot(*(run.tokens_per_step_error for run in runs)) / len(runs)
-    return row.tokens_per_step or 0.0, errors
-
-
-def _with_error(value: float, error: float) -> str:
-    return f"{value:.2f} ± {error:.2f}" if error else f"{value:.2f}"
-
-
 def _peers() -> str:
     """Compare times per token of single requests with those of other engines' speculation."""
     found = json.loads((RESULTS / "peers-llama-1b.json").read_text())["series"]
@@ -284,7 +244,6 @@ TABLES: dict[str, Callable[[], str]] = {
         }.items()
     },
     "peers": _peers,
-    "head_drawn_trees": lambda: _tokens_per_step("tokens-eagle3-chains", "tokens-eagle3-trees"),
     "recipes": _recipes,
     "real": lambda: report.table(json.loads((RESULTS / "real-cpu.json").read_text())["series"]),
 }
