@@ -1,4 +1,4 @@
-"""End a command by a signal as by Ctrl-C, and its processes with it."""
+"""End a command by a signal, and its processes with it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,21 @@ _GRACE_SECONDS = 5.0
 _PATIENCE_SECONDS = 10.0
 
 
-def ends_by_signals(command: Callable[P, R]) -> Callable[P, R]:
-    """Have SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt in a command, once.
+class Ended(SystemExit):
+    """A signal ends the command. ``code``: the exit status, 128 and the signal's number.
 
-    Its exit status is then 128 and the signal's number, as shells have it, and no process that it
-    started is left. vLLM does not see to that: an engine that starts takes notice neither of a
-    signal nor of the end of the process that waits for it.
+    It is no KeyboardInterrupt, which vLLM's `zmq_socket_ctx` swallows: the start of an engine would
+    go on without its processes.
+    """
+
+    code: int
+
+
+def ends_by_signals(command: Callable[P, R]) -> Callable[P, R]:
+    """Have SIGINT, SIGTERM and SIGHUP raise `Ended` in a command, once.
+
+    No process that it started is left. vLLM does not see to that: an engine that starts takes
+    notice neither of a signal nor of the end of the process that waits for it.
     """
 
     @functools.wraps(command)
@@ -45,7 +54,7 @@ def _ending_by_signals() -> Iterator[None]:
         received.append(number)
         if len(received) == 1:  # `timeout` sends a process two
             threading.Thread(target=_insist, args=(128 + number,), daemon=True).start()
-            raise KeyboardInterrupt
+            raise Ended(128 + number)
 
     # What is ignored stays so: `nohup` ignores SIGHUP.
     heeded = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
@@ -55,7 +64,7 @@ def _ending_by_signals() -> Iterator[None]:
     finally:
         if received:
             _end_children(_GRACE_SECONDS)
-            raise SystemExit(128 + received[0])
+            raise Ended(128 + received[0])
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -39,7 +39,7 @@ from dyntree_plugin.commands.bench.session import (
     Grid,
 )
 from dyntree_plugin.commands.bench.table import NONE
-from dyntree_plugin.commands.ending import ends_by_signals
+from dyntree_plugin.commands.ending import Ended, ends_by_signals
 from dyntree_plugin.commands.loads.runs import Engine, Run
 from dyntree_plugin.commands.paths import check_new_file
 from dyntree_plugin.commands.start import ready_for_engine
@@ -105,8 +105,9 @@ def serve(
             for result in session.run(grid, contest, notes, done):
                 if result_file is not None:
                     write(result, result_file)
-    except (ValueError, OSError, RuntimeError, KeyboardInterrupt) as error:
-        message = escaped_lines(hidden(str(error))) or "interrupted"
+    except (ValueError, OSError, RuntimeError, Ended) as error:
+        interrupted = isinstance(error, Ended)
+        message = "interrupted" if interrupted else escaped_lines(hidden(str(error)))
         print(f"dyntree bench serve: {message}", file=sys.stderr)  # noqa: T201
         if result is not None:
             _show(console, result)
@@ -122,9 +123,9 @@ def _show(console: Console, result: Result) -> None:
 
 
 def _status(error: BaseException) -> int:
-    """Return the exit status: 2 for a user's mistake, 130 as shells have it for an interruption."""
-    if isinstance(error, KeyboardInterrupt):
-        return 130
+    """Return the exit status: 2 for a user's mistake."""
+    if isinstance(error, Ended):
+        return error.code
     return 1 if isinstance(error, RuntimeError) else 2
 
 

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from transformers.utils import logging
 
+from dyntree_plugin.commands.ending import Ended
 from dyntree_plugin.commands.engine import text_config_of, tokenizer_of
 from dyntree_plugin.commands.tune import drafts, heads, models, prompts
 from dyntree_plugin.commands.tune.prompts import Prompts
@@ -34,9 +35,9 @@ def run(
     tuning = Tuning(console, Folder(output), settings, prompts, Machine.present())
     try:
         return tuning.run()
-    except KeyboardInterrupt:
+    except Ended:
         tuning.console.print("Stopped. The same command continues.")
-        raise typer.Exit(130) from None
+        raise
     except RuntimeError as error:
         print(f"dyntree tune: {error}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(1) from None

@@ -30,8 +30,11 @@ ending._GRACE_SECONDS, ending._PATIENCE_SECONDS = 0.5, 2
 def command(how):
     child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])
     try:
-        time.sleep(300)
-    except KeyboardInterrupt:
+        try:
+            time.sleep(300)
+        except KeyboardInterrupt:  # as vLLM does, which then waits for engines
+            time.sleep(300)
+    except ending.Ended:
         print("stops", flush=True)
         time.sleep(1)
         print("kept", flush=True)

@@ -16,6 +16,7 @@ from command_lines import ran, ran_benchmark
 from benchmarks.serve import __main__ as benchmark
 from dyntree_plugin.commands.bench import session
 from dyntree_plugin.commands.bench.results import Result, read, write
+from dyntree_plugin.commands.ending import Ended
 from dyntree_plugin.commands.loads import pool
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.pool import EngineProcess
@@ -61,7 +62,7 @@ class FakePool:
     [
         (RuntimeError("the engine `tree` failed, signal 9"), 1, "failed, signal 9"),
         (ValueError("chain: refused"), 2, "chain: refused"),
-        (KeyboardInterrupt(), 130, "interrupted"),
+        (Ended(143), 143, "interrupted"),
     ],
 )
 def test_complete_runs_are_written_and_shown_whatever_ends_the_measurement(

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
 from dyntree_plugin import openmp, pair
+from dyntree_plugin.commands.ending import Ended
 from dyntree_plugin.commands.tune import check, learn, write
 from dyntree_plugin.commands.tune.settings import Folder
 from dyntree_plugin.pair import held_out_prompts
@@ -91,7 +92,7 @@ def killed(output: Path, *more: str, draft: str | None = DRAFT) -> Path:
 
     def once(self: Checkpoint, state: Mapping[str, Any]) -> None:
         stock(self, state)
-        raise KeyboardInterrupt
+        raise Ended(130)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoint, "write", once)
