@@ -40,8 +40,8 @@ class TokenTree:
     and ``-inf`` for padding. ``counts`` is int64 [R]. ``grown`` int64 [R] is the number of
     candidates that the nodes were chosen from, None if all were kept. ``draws`` says how the
     children of a tree were sampled, None if they were picked as the draft's best. ``candidates``
-    int64 [R, N] numbers the growth's candidates: the nodes of a trie, then the draft's in the order
-    in which they were added; any number for padding.
+    int64 [R, N] numbers the growth's candidates in the order in which they were added; any number
+    for padding.
     """
 
     tokens: torch.Tensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from paged_cases import DEVICE
 
-pytest.importorskip("numba", reason="the picks on tensors take their noise from the CPU's kernels")
-pytest.importorskip("vllm", reason="growth on tensors belongs to the engine")
+pytest.importorskip("numba", reason="the oracle takes its noise from the CPU's kernels")
+pytest.importorskip("vllm", reason="the trees' store belongs to the engine")
 
 from growth_checks import GrowthChecks
 
