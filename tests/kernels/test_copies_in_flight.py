@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="these kernels are written in Triton")
 
@@ -26,6 +28,11 @@ CAPABILITIES = pytest.mark.parametrize(
     "capability", [90, pytest.param(100, marks=pytest.mark.slow)]
 )
 
+LATENT: dict[str, Any] = {
+    "G": 4, "V": 512, "R": 64, "PAGE": 64, "BLOCKS": 512, "BM": 16, "BN": 32, "NODES": 8,
+    "WORDS": 2, "SPLITS": 4, **UNQUANTISED,
+}  # fmt: skip
+
 
 def copies_in_flight(result: object) -> list[int]:
     """Return the groups of copies that each wait leaves in flight, in loops that copy."""
@@ -39,7 +46,10 @@ def copies_in_flight(result: object) -> list[int]:
 @CAPABILITIES
 @pytest.mark.parametrize(
     ("rows", "head_size", "of_cache"),
-    [(16, 128, "*bf16"), (64, 128, "*bf16"), (64, 128, "*fp8e4nv"), (32, 256, "*bf16")],
+    [
+        *((16, 128, "*bf16"), (64, 128, "*bf16"), (64, 128, "*fp8e4nv")),
+        *((rows, 256, "*bf16") for rows in (32, 64)),
+    ],
 )
 def test_a_tile_is_in_flight_while_another_is_multiplied(
     rows: int, head_size: int, of_cache: str, capability: int
@@ -53,6 +63,39 @@ def test_a_tile_is_in_flight_while_another_is_multiplied(
     waits = copies_in_flight(result)
     assert waits, "the loop never waits for its copies"
     assert min(waits) >= 1
+    assert result.metadata.shared <= (tile.shared or 227 << 10)
+
+
+@pytest.mark.parametrize(("rows", "head_size"), [(64, 128), (400, 128), (32, 256)])
+def test_tiles_of_every_device_fit_where_shared_memory_is_least(rows: int, head_size: int) -> None:
+    tile = attention.tiling(head_size, rows, 2)
+    assert not tile.shared
+    result = compile_for(
+        attention._tree_attention, tile.warps, tile.stages, capability=86, H=8, G=4, D=head_size,
+        DP=head_size, PAGE=16, BLOCKS=512, BM=tile.block_m, BN=tile.block_n,
+        NODES=tile.block_m // 4, WORDS=2, SPLITS=16, **PLAIN, **UNQUANTISED,
+    )  # fmt: skip
+    assert result.metadata.shared <= 99 << 10
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("rows", [16, 32])
+def test_latent_vectors_are_in_flight_as_well(rows: int, capability: int) -> None:
+    tile = latent_attention.latent_tiling(rows, 2)
+    result = compile_for(
+        latent_attention._latent_attention, tile.warps, tile.stages, capability=capability,
+        **LATENT | {"BM": tile.block_m},
+    )  # fmt: skip
+    assert min(copies_in_flight(result)) >= 1
+    assert result.metadata.shared <= (tile.shared or 99 << 10)
+
+
+def test_a_device_with_less_shared_memory_has_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile, device = attention.tiling(256, 64, 2), torch.device("cpu")
+    assert tile.stages_on(device) == 3
+    monkeypatch.setattr(attention, "_shared_memory", lambda device: 99 << 10)
+    assert tile.stages_on(device) == 2
+    assert attention.tiling(128, 64, 2).stages_on(device) == 3
 
 
 @pytest.mark.parametrize("capability", [90, 100])
@@ -73,7 +116,5 @@ def test_splits_are_added_up_without_a_loop(
 
 def test_a_loop_without_copies_in_flight_is_seen() -> None:
     """With two stages a tile's copies begin when the tile before has been multiplied."""
-    given = {"G": 4, "V": 512, "R": 64, "PAGE": 64, "BLOCKS": 512, "BM": 16, "BN": 32, "NODES": 4,
-             "WORDS": 2, "SPLITS": 4, **UNQUANTISED}  # fmt: skip
-    waits = copies_in_flight(compile_for(latent_attention._latent_attention, 8, 2, **given))
+    waits = copies_in_flight(compile_for(latent_attention._latent_attention, 8, 2, **LATENT))
     assert {*waits} == {0}

@@ -30,9 +30,7 @@ def test_a_part_that_there_is_not_is_refused_with_those_there_are(tmp_path: Path
 
 def test_measured_trees_fill_tiles_with_their_roots() -> None:
     text = (SCRIPTS / "gpu_e2e.sh").read_text("utf-8")
-    depths = re.search(r"depths=\((.*)\)", text)
-    assert depths
-    known = {int(nodes) for nodes in re.findall(r"\[(\d+)\]", depths[1])}
+    known = {int(nodes) for nodes in re.findall(r"\[(\d+)\]=\d", text)}
     engines = re.findall(r'of_\db=\("[\d ]+" (?:"[\d ]+"|0) "([\d ]+)"\)', text)
     engines += re.findall(r'^ +speed .* \d "?(\d+)"? "\$', text, re.MULTILINE)
     measured = {int(nodes) for each in engines for nodes in each.split()}

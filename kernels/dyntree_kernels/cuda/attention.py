@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -189,13 +190,18 @@ class Tiling:
     """Launch parameters: rows of a tile, its columns (32 or 64), warps and pipeline stages.
 
     With three stages the copies of one tile are in flight while another is multiplied, with two
-    they are not.
+    they are not. ``shared``: bytes of shared memory that three take, if some GPUs have less.
     """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    shared: int = 0
+
+    def stages_on(self, device: torch.device) -> int:
+        """Return the stages that the shared memory of a device holds."""
+        return self.stages if self.shared <= _shared_memory(device) else 2
 
 
 def tiling(head_size: int, rows: int, element_size: int) -> Tiling:
@@ -207,10 +213,9 @@ def tiling(head_size: int, rows: int, element_size: int) -> Tiling:
     if padded > 256:
         return Tiling(32, 32, 8, 2)
     if element_size == 4 or padded > 128:
-        # Three stages of single precision, or of 64 rows, do not fit into 99 KiB.
-        if rows <= 32:
-            return Tiling(32, 32, 4, 2 if element_size == 4 else 3)
-        return Tiling(64, 32, 8, 2)
+        if element_size == 4:
+            return Tiling(32 if rows <= 32 else 64, 32, 4 if rows <= 32 else 8, 2)
+        return Tiling(32, 32, 4, 3) if rows <= 32 else Tiling(64, 32, 8, 3, 129 << 10)
     largest = 64 if rows <= SMALL_TILES else 128
     return half_precision_tiling(next((size for size in (16, 32) if rows <= size), largest))
 
@@ -230,6 +235,14 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 227 << 10
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def tree_attention(
@@ -294,7 +307,7 @@ def tree_attention(
         NODES=triton.next_power_of_2(nodes_per_tile(tile.block_m, group)),
         WORDS=triton.next_power_of_2(words), WINDOW=features.window or 0,
         CAP=(features.soft_cap or 0.0) * LOG2_E, BOTH_WAYS=bool(features.both_ways),
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages_on(q.device),
     )  # fmt: skip
     parts.reduce(out, ctx_lens, qo_indptr, kv_heads, max_rows)
 

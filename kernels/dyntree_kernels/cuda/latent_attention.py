@@ -139,7 +139,7 @@ def latent_tiling(rows: int, element_size: int) -> Tiling:
     # With quantised caches 32 rows take 102 KiB of shared memory; some GPUs have 99.
     if element_size != 2:
         return Tiling(16, 32, 8, 1)
-    return Tiling(16 if rows <= 16 else 32, 32, 8, 2)
+    return Tiling(16, 32, 8, 3) if rows <= 16 else Tiling(32, 32, 8, 3, 110 << 10)
 
 
 def latent_tree_attention(
@@ -205,6 +205,6 @@ def latent_tree_attention(
         BLOCKS=block_table.shape[1], BM=tile.block_m, BN=tile.block_n,
         NODES=triton.next_power_of_2(nodes_per_tile(tile.block_m, heads)),
         WORDS=triton.next_power_of_2(words), SPLITS=splits, num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=tile.stages_on(q.device),
     )  # fmt: skip
     parts.reduce(out, ctx_lens, qo_indptr, 1, max_rows)
