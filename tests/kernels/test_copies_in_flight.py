@@ -35,10 +35,11 @@ LATENT: dict[str, Any] = {
 
 
 def copies_in_flight(result: object) -> list[int]:
-    """Return the groups of copies that each wait leaves in flight, in loops that copy."""
+    """Return the groups of copies that each wait leaves in flight, in the loop that copies."""
     copying = [loop for loop in loops(result) if any("LDGSTS" in text for text in loop)]
     assert copying, "no loop copies to shared memory"
-    text = "\n".join(text for loop in copying for text in loop)
+    # The innermost: for sm_100 code behind the kernel's end jumps back into the loop as well.
+    text = "\n".join(min(copying, key=len))
     waits = re.findall(r"(?<!WARPGROUP\.)DEPBAR\.LE SB0, (0x\w+)", text)
     return [int(each, 16) for each in waits]
 
