@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +39,25 @@ _RECURRENT = Targets("is_hybrid", lambda m: m.is_hybrid)
 
 _REFUSALS = (
     _RECURRENT.other_than(TARGETS),
-    *_RECURRENT.uncompared(
-        "mamba_cache_dtype", "prefix_match_unit", "VLLM_SSM_CONV_STATE_LAYOUT", "enable_lora"
+    *_RECURRENT.uncompared("mamba_cache_dtype"),
+    _RECURRENT.refusal(
+        "prefix_match_unit",
+        lambda c: c.cache_config.prefix_match_unit,
+        bool,
+        "trees keep states at the ends of blocks, and none within; leave it out",
+    ),
+    _RECURRENT.refusal(
+        "VLLM_SSM_CONV_STATE_LAYOUT",
+        lambda c: os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT"),
+        lambda layout: layout == "DS",
+        "trees read a convolution's last inputs position by position; unset it",
+    ),
+    _RECURRENT.refusal(
+        "enable_lora, architecture",
+        lambda c: (c.lora_config is not None, c.model_config.architecture),
+        lambda found: found == (True, "Lfm2ForCausalLM"),
+        "a short convolution projects the rows of trees and of prompts apart, and adapters are "
+        "mapped to the rows of a whole step; leave it out",
     ),
     _RECURRENT.refusal(
         "dtype, architecture",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -25,11 +24,6 @@ _OPTIONS = {
         lambda dtype: dtype == "float16",
         "set --dtype to bfloat16 or float32",
     ),
-    "VLLM_SSM_CONV_STATE_LAYOUT": _Row(
-        lambda c: os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT"),
-        lambda layout: layout == "DS",
-        "unset it",
-    ),
     "kv_cache_dtype": _Row(
         kv_cache_dtype, lambda dtype: dtype in KV_CACHE_DTYPES, "set it to the model's type"
     ),
@@ -40,7 +34,6 @@ _OPTIONS = {
     ),
     "enable_lora": _Row(lambda c: c.lora_config is not None, bool, "leave it out"),
     "kv_transfer_config": _Row(lambda c: c.kv_transfer_config is not None, bool, "leave it out"),
-    "prefix_match_unit": _Row(lambda c: c.cache_config.prefix_match_unit, bool, "leave it out"),
     "mamba_cache_dtype": _Row(
         lambda c: c.cache_config.mamba_cache_dtype, lambda dtype: dtype != "auto", "leave it out"
     ),

@@ -18,6 +18,7 @@ from features import adapters_in_turn
 from latent_targets import latent_target
 from quantized_models import quantized
 from random_engines import (
+    FLOAT32_DELTA_NET,
     LATENT_ON_CPU,
     MIXED_UP,
     NODES,
@@ -25,8 +26,10 @@ from random_engines import (
     Target,
     with_adapters,
 )
+from random_targets import random_target
 from ranks import serve_on_ranks
 from safetensors.torch import load_file, save_file
+from vision_targets import vision_target
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -150,6 +153,16 @@ def test_a_quantised_draft_is_accepted_as_it_was(
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 ADAPTED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], dict[str, Any]]] = {
+    "nemotron_h": (
+        lambda folder: random_target(folder, "nemotron_h"),
+        ("in_proj", "out_proj", *_ATTENTION, *_MLP[1:]),
+        {},
+    ),
+    "qwen3_5": (
+        lambda folder: vision_target(folder, "qwen3_5"),
+        ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", *_ATTENTION, *_MLP),
+        FLOAT32_DELTA_NET,
+    ),
     "deepseek_v2": (
         lambda folder: latent_target(folder, "deepseek_v2", first_k_dense_replace=3),
         ("q_proj", "kv_a_proj_with_mqa", "o_proj", *_MLP),
@@ -166,6 +179,7 @@ def test_targets_of_other_kinds_serve_adapters(
     """Controls: rows of nodes on the base model, and adapters of other requests."""
     write, modules, of_plain = ADAPTED[kind]
     of = {"model": str(write(tmp_path / kind)), "enable_prefix_caching": False}
+    of |= {"language_model_only": True} if kind == "qwen3_5" else {}
     plain = workload.without_tree() | of | of_plain
     look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | of
     own = Target({"base": (plain, {"sound": RUN}), **with_adapters(plain, look_up, RUN, modules)})

@@ -42,6 +42,11 @@ def test_compared_targets_are_admitted_on_a_cpu(admitted: VllmConfig, architectu
         assert f"{option}=True is not supported" in reason
     for each in (hybrid, _piped(hybrid)):
         admit(each)
+    adapted = changed(hybrid, "lora_config", LoRAConfig())
+    if architecture == "Lfm2ForCausalLM":
+        assert "enable_lora, architecture=(True, (True, 'Lfm2F" in refusal_of(adapted)
+    else:
+        admit(adapted)
     piped = _piped(hybrid, 3)
     assert "or --no-enable-prefix-caching" in refusal_of(piped)
     admit(_without_prefix_cache(piped))
@@ -111,7 +116,6 @@ def test_on_cuda_more_is_refused(admitted: VllmConfig) -> None:
         ("model_config.architecture", "BambaForCausalLM", "architecture=(True, 'BambaFor"),
         ("cache_config.mamba_cache_dtype", "float32", "mamba_cache_dtype=(True, 'float32')"),
         ("cache_config.prefix_match_unit", 4, "prefix_match_unit=(True, 4)"),
-        ("lora_config", LoRAConfig(), "enable_lora=(True, True)"),
     ],
 )
 def test_what_was_not_compared_is_refused_for_recurrent_targets_alone(
