@@ -101,8 +101,8 @@ def configure_scheduler(vllm_config: VllmConfig, device_type: str) -> None:
 def _choose_attention(vllm_config: VllmConfig, *, masks: bool = False) -> None:
     """Name a backend that carries trees where vLLM may prefer another, unless the user has.
 
-    That is so for latent attention, and for drafts that read ``masks``: FLASHINFER does not serve
-    them.
+    That is so for latent attention, for images whose tokens see each other both ways, and for
+    drafts that read ``masks``: FLASHINFER does not serve them.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -111,7 +111,7 @@ def _choose_attention(vllm_config: VllmConfig, *, masks: bool = False) -> None:
     from dyntree_plugin.engine import configuration
 
     attention, model = vllm_config.attention_config, vllm_config.model_config
-    if attention.backend is None and (model.use_mla or masks):
+    if attention.backend is None and (model.use_mla or model.is_mm_prefix_lm or masks):
         serving = "TRITON_ATTN"
         if model.use_mla:
             (serving, *_) = SPARSE_CUDA_BACKENDS if index_topk(model) else LATENT_CUDA_BACKENDS
@@ -182,9 +182,10 @@ def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
         logger.warning("%s", line)
     for line in heads.advice(vllm_config):
         logger.warning("%s", line)
-    of_draft = check.images_advice(vllm_config), block_advice(vllm_config, plan, device_type)
-    for said in filter(None, of_draft):
-        logger.warning("%s", said)
+    for line in check.images_advice(vllm_config, device_type):
+        logger.warning("%s", line)
+    if of_blocks := block_advice(vllm_config, plan, device_type):
+        logger.warning("%s", of_blocks)
     if padding := check.padding_advice(vllm_config):
         logger.info("%s", padding)
     if difference := check.vocabulary_advice(vllm_config):

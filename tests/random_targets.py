@@ -183,12 +183,13 @@ def qwen3_next_of_8_layers(folder: Path) -> dict[str, Any]:
     return {"model": str(folder), "gdn_prefill_backend": "triton"}
 
 
-def gemma4_assistant(folder: Path, seed: int = 1) -> Path:
-    """Write a module of Gemma-4 that drafts for the target of that kind; return its folder."""
+def gemma4_assistant(folder: Path, seed: int = 1, **changes: Any) -> Path:
+    """Write a module of Gemma-4 that drafts for the target of that kind, or for one with such
+    ``changes``; return its folder."""
     layers = _WINDOWS["layer_types"][:2]
     own = {"hidden_size": 64, "num_hidden_layers": 2, "layer_types": layers}
     own |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-    text = _COMMON | _GEMMA4 | own | _tokens()
+    text = _COMMON | _GEMMA4 | own | _tokens() | changes
     config = AutoConfig.for_model(
         "gemma4_assistant", text_config=text, backbone_hidden_size=_COMMON["hidden_size"]
     )

@@ -98,7 +98,7 @@ _TEXTS: dict[str, dict[str, Any]] = {
 _TEXTS["intern_s2_preview"] = _TEXTS["qwen3_5_moe"]
 """What the text's configuration has besides."""
 
-_VIDEOS = """
+VIDEOS = """
 import torch
 from transformers import BatchFeature, processing_utils
 from transformers.video_processing_utils import BaseVideoProcessor
@@ -193,7 +193,7 @@ def _write_processors(folder: Path, of_images: str, processor: str | None) -> No
     videos = {"auto_map": {"AutoVideoProcessor": "videos.Videos"}, "size": images["size"]}
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
     (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
-    (folder / "videos.py").write_text(_VIDEOS)
+    (folder / "videos.py").write_text(VIDEOS)
 
 
 def _transpose_experts(file: Path) -> None:

@@ -332,20 +332,23 @@ def token_budget_advice(vllm_config: VllmConfig) -> str | None:
     )
 
 
-def images_advice(vllm_config: VllmConfig) -> str | None:
-    """Say what a draft cannot see in an admitted configuration; None if it sees all.
+def images_advice(vllm_config: VllmConfig, device_type: str) -> Iterator[str]:
+    """Say what a draft does not see in an admitted configuration, and tokens of an image.
 
-    The output is the same.
+    The output is the same as without trees.
     """
-    speculation = vllm_config.speculative_config
-    if speculation is None or speculation.method not in WITH_DRAFT:
-        return None
-    if not vllm_config.model_config.supports_multimodal_inputs:
-        return None
-    return (
-        f"The draft of method {speculation.method} reads the tokens of a prompt, and not its "
-        "images or sounds: after them the target accepts fewer of its tokens."
-    )
+    speculation, model = vllm_config.speculative_config, vllm_config.model_config
+    method = speculation and speculation.method
+    if method in WITH_DRAFT and model.supports_multimodal_inputs:
+        yield (
+            f"The draft of method {method} reads the tokens of a prompt, and not its "
+            "images or sounds: after them the target accepts fewer of its tokens."
+        )
+    if model.is_mm_prefix_lm and device_type == "cpu":
+        yield (
+            "vLLM's attention for CPUs lets tokens of an image see only those before them, with "
+            "trees or without; this target was trained with images that see each other both ways."
+        )
 
 
 def look_up_advice(vllm_config: VllmConfig, device_type: str) -> Iterator[str]:

@@ -95,6 +95,12 @@ CUDA_REFUSALS = (
         "not know; set it to FLASH_ATTN or TRITON_ATTN",
     ),
     Refusal(
+        "is_mm_prefix_lm, attention_backend",
+        lambda c: (c.model_config.is_mm_prefix_lm, _named(c.attention_config.backend)),
+        lambda found: found[0] and found[1] not in (None, "TRITON_ATTN"),
+        "with images whose tokens see each other both ways, trees run on TRITON_ATTN; leave it out",
+    ),
+    Refusal(
         "use_mla, dtype",
         lambda c: (c.model_config.use_mla, dtype_of(c.model_config)),
         lambda found: found[0] and found[1] == "float32",

@@ -256,6 +256,10 @@ CPU_REFUSALS = (
 )
 """Checks of ``VllmConfig`` on a CPU."""
 
+IMAGES_BOTH_WAYS = ("Gemma3ForConditionalGeneration",)
+"""Architectures with such images whose tokens were compared with those of engines without
+speculation."""
+
 MODEL_REFUSALS = (
     Refusal("sizes", nonpositive_sizes, bool, "they must be above 0; mend the model's config.json"),
     Refusal(
@@ -287,11 +291,11 @@ MODEL_REFUSALS = (
         "mla",
     ),
     Refusal(
-        "is_mm_prefix_lm",
-        lambda m: m.is_mm_prefix_lm,
-        bool,
-        "trees after tokens of an image that see each other both ways were not compared; for text "
-        "alone use --language-model-only",
+        "is_mm_prefix_lm, architecture",
+        lambda m: (m.is_mm_prefix_lm, m.architecture),
+        lambda found: found[0] and found[1] not in IMAGES_BOTH_WAYS,
+        "of targets whose images' tokens see each other both ways, trees were compared with "
+        f"{' and '.join(IMAGES_BOTH_WAYS)}; for text alone use --language-model-only",
     ),
     Refusal(
         "attention_chunk_size",

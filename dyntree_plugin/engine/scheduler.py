@@ -80,17 +80,25 @@ class TreeCounting(Scheduler):
         return scheduled
 
     def _try_schedule_encoder_inputs(
-        self, request: Request, computed: int, new: int, budget: int, *args: Any, **kwargs: Any
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        num_new_tokens: int,
+        encoder_compute_budget: int,
+        shift_computed_tokens: int = 0,
     ) -> tuple[list[int], int, int, list[int], list[int]]:
         # What a chunk begins with vLLM would split: an image, or what the prefix cache left of one.
         # Trees take more of a step than chains, so that its tokens would not see the same others.
+        begin, end = num_computed_tokens, num_computed_tokens + num_new_tokens
         if self.scheduler_config.disable_chunked_mm_input and any(
-            each.mm_position.offset <= computed < computed + new < _end(each.mm_position)
+            each.mm_position.offset <= begin < end < _end(each.mm_position)
             for each in request.mm_features
         ):
-            return [], 0, budget, [], []
-        stock = super()._try_schedule_encoder_inputs
-        return stock(request, computed, new, budget, *args, **kwargs)
+            return [], 0, encoder_compute_budget, [], []
+        return super()._try_schedule_encoder_inputs(
+            *(request, num_computed_tokens, num_new_tokens, encoder_compute_budget),
+            shift_computed_tokens=shift_computed_tokens,
+        )
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         limits = {each: self._node_limit(each, 1) for each in scheduler_output.num_scheduled_tokens}

@@ -22,6 +22,9 @@ _CLASSES = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
     "InternS2PreviewForConditionalGeneration": "interns2_preview",
+    "Gemma3ForConditionalGeneration": "gemma3_mm",
+    "Gemma4ForConditionalGeneration": "gemma4_mm",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
     "Qwen3_5MTP": "qwen3_5_mtp",
     "Qwen3_5MoeMTP": "qwen3_5_mtp",
 }
@@ -72,6 +75,7 @@ def without_torchvision(arguments: Mapping[str, Any]) -> None:
         return
     transforms: Any = ModuleType(name)
     transforms.functional = ModuleType(f"{name}.functional")
+    transforms.functional.InterpolationMode = object  # a type in annotations
     sys.modules[name] = transforms
     from vllm import ModelRegistry
 

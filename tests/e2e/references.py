@@ -13,6 +13,7 @@ import images
 import torch
 import transformers
 from engine_process import Output, Request, Result, Run, serve
+from gemma_targets import PLACEHOLDERS
 from vision_targets import GLM_IMAGE, IMAGE
 
 Serve = Callable[[Mapping[str, Any], Mapping[str, Run]], Mapping[str, Result]]
@@ -55,7 +56,7 @@ RUNS = {"right in a batch": Run(REQUESTS), ALONE: Run(REQUESTS, batch=1)}
 
 def with_images(kind: str) -> Run:
     """Return requests with two images and one."""
-    image = GLM_IMAGE if kind == "glm_ocr" else IMAGE
+    image = PLACEHOLDERS.get(kind, GLM_IMAGE if kind == "glm_ocr" else IMAGE)
     return Run(
         [
             Request(
@@ -94,7 +95,7 @@ def serve_right(
         requests, outputs = list(REQUESTS), list(batch)
         for name, run in of_images.items():
             requests, outputs = requests + run.requests, outputs + found.pop(name).outputs
-        apart = _from_transformers(model, requests, outputs)
+        apart = from_transformers(model, requests, outputs)
         assert apart < TOLERANCE, f"{model.name}: scores are {apart} from those of transformers"
     return found
 
@@ -113,18 +114,24 @@ def _apart(first: Output, second: Output) -> float:
 
 
 @torch.inference_mode()
-def _from_transformers(
-    folder: Path, requests: Sequence[Request], outputs: Sequence[Output | None]
+def from_transformers(
+    folder: Path,
+    requests: Sequence[Request],
+    outputs: Sequence[Output | None],
+    both_ways: bool = False,
 ) -> float:
-    """Return how far scores are from those of transformers, and greedy ones from its best."""
+    """Return how far scores are from those of transformers, and greedy ones from its best.
+
+    ``both_ways``: Gemma's tokens of an image see each other. vLLM's attention for CPUs lets them
+    see only those before them.
+    """
     model, config, apart = load(folder), _config(folder), 0.0
     for request, output in zip(requests, outputs, strict=True):
         if output is None:
             raise ValueError("a request was aborted")
         tokens = torch.tensor([output.prompt + output.tokens[0]])
-        seen = (
-            _pixels(folder, request, tokens == config["image_token_id"]) if request.images else {}
-        )
+        image = config.get("image_token_id", config.get("image_token_index"))
+        seen = _pixels(folder, request, tokens == image, both_ways) if request.images else {}
         logprobs = model(tokens, use_cache=False, **seen).logits[0, :-1].float().log_softmax(-1)
         wanted = logprobs.gather(1, tokens[0, 1:, None])[:, 0]
         best = (logprobs.max(1).values - wanted)[len(output.prompt) - 1 :]
@@ -150,8 +157,14 @@ def load(folder: Path) -> Any:
     return auto.from_pretrained(folder, config=given, dtype=torch.float32).eval()
 
 
-def _pixels(folder: Path, request: Request, of_images: torch.Tensor) -> dict[str, torch.Tensor]:
+def _pixels(
+    folder: Path, request: Request, of_images: torch.Tensor, both_ways: bool
+) -> dict[str, torch.Tensor]:
     processor = transformers.AutoImageProcessor.from_pretrained(folder, trust_remote_code=True)
     shown = images.prompt_of([], request.images)["multi_modal_data"]["image"]
-    types = {"mm_token_type_ids": of_images.int()}
-    return {**processor(images=shown, return_tensors="pt"), **types}
+    found = dict(processor(images=shown, return_tensors="pt"))
+    gemma3, gemma4 = "num_crops" in found, "num_soft_tokens_per_image" in found
+    found = {name: value for name, value in found.items() if not name.startswith("num_")}
+    if (gemma3 or gemma4) and not both_ways:
+        of_images = torch.zeros_like(of_images)
+    return {**found, f"{'' if gemma3 else 'mm_'}token_type_ids": of_images.int()}

@@ -17,6 +17,7 @@ import numpy as np
 import sabotage_of_blocks
 import sabotage_of_caches
 import sabotage_of_heads
+import sabotage_of_images
 import sabotage_of_latent
 import sabotage_of_paths
 import sabotage_of_positions
@@ -36,6 +37,7 @@ _OTHERS = (
     sabotage_of_blocks,
     sabotage_of_caches,
     sabotage_of_heads,
+    sabotage_of_images,
     sabotage_of_latent,
     sabotage_of_paths,
     sabotage_of_positions,

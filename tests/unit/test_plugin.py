@@ -213,19 +213,25 @@ def test_the_users_own_openmp_is_kept(
 
 
 @pytest.mark.parametrize(
-    ("latent", "selected", "masks", "named", "found"),
+    ("latent", "selected", "images", "masks", "named", "found"),
     [
-        (False, None, False, None, None),
-        (False, None, False, "TRITON_ATTN", "TRITON_ATTN"),
-        (False, None, True, None, "TRITON_ATTN"),
-        (False, None, True, "FLASH_ATTN", "FLASH_ATTN"),
-        (True, None, False, None, "TRITON_MLA"),
-        (True, None, False, "FLASHMLA", "FLASHMLA"),
-        (True, 2048, False, None, "FLASHMLA_SPARSE"),
+        (False, None, False, False, None, None),
+        (False, None, False, False, "TRITON_ATTN", "TRITON_ATTN"),
+        (False, None, True, False, None, "TRITON_ATTN"),
+        (False, None, False, True, None, "TRITON_ATTN"),
+        (False, None, False, True, "FLASH_ATTN", "FLASH_ATTN"),
+        (True, None, False, False, None, "TRITON_MLA"),
+        (True, None, False, False, "FLASHMLA", "FLASHMLA"),
+        (True, 2048, False, False, None, "FLASHMLA_SPARSE"),
     ],
 )
 def test_on_cuda_vllm_chooses_attention_where_all_that_it_chooses_carries_trees(
-    latent: bool, selected: int | None, masks: bool, named: str | None, found: str | None
+    latent: bool,
+    selected: int | None,
+    images: bool,
+    masks: bool,
+    named: str | None,
+    found: str | None,
 ) -> None:
     from vllm.config import AttentionConfig, replace
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -234,7 +240,9 @@ def test_on_cuda_vllm_chooses_attention_where_all_that_it_chooses_carries_trees(
     config: Any = SimpleNamespace(
         attention_config=AttentionConfig(backend=backend),
         model_config=SimpleNamespace(
-            use_mla=latent, hf_text_config=SimpleNamespace(index_topk=selected)
+            use_mla=latent,
+            is_mm_prefix_lm=images,
+            hf_text_config=SimpleNamespace(index_topk=selected),
         ),
         speculative_config=SimpleNamespace(),
     )

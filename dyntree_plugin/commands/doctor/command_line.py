@@ -147,8 +147,8 @@ def _admitted(config: VllmConfig, parsed: Namespace) -> Iterator[Check]:
         yield Check("requests", "warn", reason, chain_advice)
     for line in heads.advice(config):
         yield Check("draft", "warn", line)
-    if unseen := check.images_advice(config):
-        yield Check("draft", "warn", unseen)
+    for line in check.images_advice(config, device_type()):
+        yield Check("images", "warn", line)
     for line in check.look_up_advice(config, device_type()):
         yield Check("look-up", "ok", line)
     if note := state_note(config):

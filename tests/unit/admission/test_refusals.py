@@ -54,7 +54,7 @@ MODEL: dict[str, tuple[str, Any]] = {
     "is_hybrid": ("is_hybrid", True),
     "has_inner_state": ("has_inner_state", True),
     "use_mla": ("use_mla", True),
-    "is_mm_prefix_lm": ("is_mm_prefix_lm", True),
+    "is_mm_prefix_lm, architecture": ("is_mm_prefix_lm", True),
     "attention_chunk_size": ("attention_chunk_size", 64),
     "uses_mrope": ("uses_mrope", True),
     "dtype": ("dtype", torch.float64),
