@@ -256,7 +256,7 @@ CPU_REFUSALS = (
 )
 """Checks of ``VllmConfig`` on a CPU."""
 
-IMAGES_BOTH_WAYS = ("Gemma3ForConditionalGeneration",)
+IMAGES_BOTH_WAYS = ("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration")
 """Architectures with such images whose tokens were compared with those of engines without
 speculation."""
 

@@ -71,7 +71,7 @@ TARGETS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "gemma4": (
         "look-up",
         72,
-        ("images_one_way", "short_images_as_chains", "both_ways_in_full_attention", "images_split"),
+        ("images_one_way", "both_ways_in_full_attention", "images_split"),
     ),
     "gemma4 with its assistant": ("assistant", 72, ("without_kv_move",)),
     "gemma4_unified": ("look-up", 72, ("both_ways_in_full_attention",)),
