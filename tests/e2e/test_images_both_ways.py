@@ -196,5 +196,6 @@ def test_on_a_cpu_the_tokens_are_those_without_trees(
 ) -> None:
     own = on_cpu(kind)
     assert own.differing(source, "sound") == 0
-    assert own.differing(source, "without_kv_move") > 0
+    if source == "assistant":  # What look-up guesses right here is a chain, which moves nothing.
+        assert own.differing(source, "without_kv_move") > 0
     assert accepted_per_step(own.served(source)["sound"]) > 0.3
