@@ -159,7 +159,7 @@ def errors(log: str) -> list[str]:
     return [line.partition("dyntree: ")[2] for line in log.splitlines() if "ERROR" in line]
 
 
-TWO_REASONS = {"enable_prompt_embeds": True, "kv_cache_dtype": "fp8_e5m2"}
+TWO_REASONS = {"enable_prompt_embeds": True, "kv_sharing_fast_prefill": True}
 
 
 def test_every_reason_is_a_logged_line_unless_the_command_shows_them(
@@ -169,7 +169,7 @@ def test_every_reason_is_a_logged_line_unless_the_command_shows_them(
         build(**TWO_REASONS)
     told = errors(logged())
     assert [line.partition("=")[0] for line in told] == [
-        "kv_cache_dtype (cache, model)",
+        "kv_sharing_fast_prefill",
         "enable_prompt_embeds",
     ]
     with pytest.raises(ValueError), reasons.not_logged():

@@ -62,12 +62,12 @@ def test_a_command_line_that_is_served_is_admitted_without_weights(line: Line) -
 
 
 def test_every_refusal_is_a_check_of_its_own(line: Line) -> None:
-    more = ["--enable-prompt-embeds", "--kv-cache-dtype", "fp8_e5m2"]
+    more = ["--enable-prompt-embeds", "--kv-sharing-fast-prefill"]
     found = checked(line(*more, use_heterogeneous_vocab=True))
     assert {check.status for check in found} == {"fail"}
     told = [check.found.partition(" is not supported")[0] for check in found]
     assert told == [
-        "kv_cache_dtype (cache, model)=('fp8_e5m2', 'float32')",
+        "kv_sharing_fast_prefill=True",
         "enable_prompt_embeds=True",
         "speculative_config.use_heterogeneous_vocab=True",
     ]
