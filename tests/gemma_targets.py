@@ -18,7 +18,7 @@ from vision_targets import VIDEOS
 
 from dyntree_plugin import pair
 
-IMAGE_TOKENS = {"gemma3": 9, "gemma4": 70, "gemma4_unified": 70}
+IMAGE_TOKENS = {"gemma3": 9, "gemma4": 70}
 """How many tokens an image has: of Gemma-3 always so many, of Gemma-4 at most."""
 _NAMES = {
     "boi_token": "<|image_begins|>",
@@ -63,7 +63,6 @@ _TEXTS: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 16,
     },
 }
-_TEXTS["gemma4_unified"] = _TEXTS["gemma4"] | {"hidden_size_per_layer_input": 0}
 _TOWER: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -81,15 +80,6 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "default_output_length": 70,
         "position_embedding_size": 140,
     },
-    # It has no tower, and takes patches as they are.
-    "gemma4_unified": {
-        "patch_size": 4,
-        "pooling_kernel_size": 1,
-        "mm_embed_dim": 32,
-        "mm_posemb_size": 70,
-        "num_soft_tokens": 70,
-        "output_proj_dims": 32,
-    },
 }
 _PROCESSORS: dict[str, dict[str, Any]] = {
     "gemma3": {
@@ -105,12 +95,6 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
         "max_soft_tokens": 70,
         "feature_extractor_type": "Gemma4AudioFeatureExtractor",
     },
-}
-_PROCESSORS["gemma4_unified"] = _PROCESSORS["gemma4"] | {
-    "processor_class": "Gemma4UnifiedProcessor",
-    "patch_size": 4,
-    "pooling_kernel_size": 1,
-    "feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor",
 }
 
 

@@ -24,7 +24,6 @@ _CLASSES = {
     "InternS2PreviewForConditionalGeneration": "interns2_preview",
     "Gemma3ForConditionalGeneration": "gemma3_mm",
     "Gemma4ForConditionalGeneration": "gemma4_mm",
-    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
     "Qwen3_5MTP": "qwen3_5_mtp",
     "Qwen3_5MoeMTP": "qwen3_5_mtp",
 }

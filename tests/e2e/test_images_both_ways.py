@@ -31,7 +31,7 @@ from slow import marked
 
 pytestmark = pytest.mark.e2e
 
-NODES = {"gemma3": 14, "gemma4": 12, "gemma4_unified": 12}
+NODES = {"gemma3": 14, "gemma4": 12}
 """So many that a prompt of Gemma-3 with an image has no more rows than a tree."""
 OPTIONS = {
     "trust_remote_code": True,
@@ -80,7 +80,6 @@ TARGETS: dict[str, tuple[str, int, tuple[str, ...]]] = {
         ("images_one_way", "both_ways_in_full_attention", "images_split"),
     ),
     "gemma4 with its assistant": ("assistant", 72, ("without_kv_move",)),
-    "gemma4_unified": ("look-up", 72, ("both_ways_in_full_attention",)),
 }
 """What drafts, the most tokens of a step, and what changes tokens, by target. So few tokens that an
 image does not always fit beside two trees."""
@@ -88,7 +87,6 @@ SLOW = {*TARGETS}
 ON_CPU = {
     "gemma3": ("look-up", "draft"),
     "gemma4": ("look-up", "assistant"),
-    "gemma4_unified": ("look-up",),
 }
 BROKEN = [(target, name) for target, (*_, names) in TARGETS.items() for name in names]
 

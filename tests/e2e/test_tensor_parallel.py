@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import workload
 from comparison import Outputs, explain, mismatches
 from engine_process import AS_FOR_USERS, Run
@@ -17,15 +18,23 @@ RUNS = {
     "trees": Run(REQUESTS),
     "unseeded": Run(UNSEEDED),
     "grammars": Run(GRAMMARS),
+}
+BROKEN = {
     "unfollowed": Run(GRAMMARS, sabotage="unfollowed"),
     "learns_nothing": Run(REQUESTS, sabotage="learns_nothing"),
     "draws_other_seeds": Run(UNSEEDED, sabotage="draws_other_seeds"),
 }
+GOES_ON = hasattr(torch.ops._C, "init_shm_manager")
+"""Whether an engine goes on if its ranks draft unlike numbers of rows."""
+decides_otherwise = pytest.mark.skipif(
+    not GOES_ON, reason="without AVX-512 ranks talk by gloo, which ends ranks of unlike rows"
+)
 
 
 @pytest.fixture(scope="module")
 def ranked() -> dict[str, Ranked]:
-    return serve_on_ranks(workload.tree(), RUNS, **{AS_FOR_USERS: "1"})
+    runs = RUNS | (BROKEN if GOES_ON else {})
+    return serve_on_ranks(workload.tree(), runs, **{AS_FOR_USERS: "1"})
 
 
 @pytest.mark.parametrize("name", ["trees", "grammars"])
@@ -45,7 +54,8 @@ def test_every_rank_sees_the_same_trees_and_accepts_the_same_paths(
     assert sum(len(step["accepted"]) for step in first) > len(RUNS[name].requests)
 
 
-@pytest.mark.parametrize("name", ["learns_nothing", "draws_other_seeds", "unfollowed"])
+@decides_otherwise
+@pytest.mark.parametrize("name", BROKEN)
 def test_a_rank_that_decides_otherwise_is_seen_in_its_trees(
     name: str, ranked: dict[str, Ranked]
 ) -> None:
@@ -53,10 +63,11 @@ def test_a_rank_that_decides_otherwise_is_seen_in_its_trees(
     assert [step["tokens"] for step in first] != [step["tokens"] for step in second]
 
 
+@decides_otherwise
 def test_a_rank_with_other_trees_changes_the_tokens(
     ranked: dict[str, Ranked], plain: Outputs
 ) -> None:
-    assert mismatches(RUNS["learns_nothing"], ranked["learns_nothing"].result, plain)
+    assert mismatches(BROKEN["learns_nothing"], ranked["learns_nothing"].result, plain)
 
 
 @pytest.mark.slow
