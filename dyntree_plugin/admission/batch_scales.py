@@ -66,8 +66,8 @@ def _of_layers(config: Any) -> str | None:
 
 
 _WHY = (
-    "vLLM would quantise {} by one scale of all rows of a batch, so rejected nodes would change "
-    "tokens; use a checkpoint with scales of blocks or tokens"
+    "vLLM would quantise their inputs by one scale of all rows of a batch, so rejected nodes would "
+    "change tokens; use a checkpoint with scales of blocks or tokens"
 )
 
 BATCH_SCALE_REFUSALS = (
@@ -75,9 +75,9 @@ BATCH_SCALE_REFUSALS = (
         "quantization of experts",
         _of_experts,
         bool,
-        f"{_WHY.format('their inputs')} (of one that is not quantised, --quantization "
+        f"{_WHY} (of one that is not quantised, --quantization "
         "fp8_per_block), --moe-backend marlin, or with vLLM 0.33 VLLM_BATCH_INVARIANT=1",
     ),
-    Refusal("quantization of layers", _of_layers, bool, _WHY.format("their inputs")),
+    Refusal("quantization of layers", _of_layers, bool, _WHY),
 )
 """Checks of ``VllmConfig``."""

@@ -333,7 +333,7 @@ def token_budget_advice(vllm_config: VllmConfig) -> str | None:
 
 
 def images_advice(vllm_config: VllmConfig, device_type: str) -> Iterator[str]:
-    """Say what a draft does not see in an admitted configuration, and tokens of an image.
+    """Yield what a draft, and tokens of an image, do not see in an admitted configuration.
 
     The output is the same as without trees.
     """

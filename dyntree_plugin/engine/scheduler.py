@@ -89,9 +89,12 @@ class TreeCounting(Scheduler):
     ) -> tuple[list[int], int, int, list[int], list[int]]:
         # What a chunk begins with vLLM would split: an image, or what the prefix cache left of one.
         # Trees take more of a step than chains, so that its tokens would not see the same others.
+        # What no step has room for would wait for ever.
         begin, end = num_computed_tokens, num_computed_tokens + num_new_tokens
+        threshold = self.scheduler_config.long_prefill_token_threshold
+        most = min(self.max_num_scheduled_tokens, threshold or self.max_num_scheduled_tokens)
         if self.scheduler_config.disable_chunked_mm_input and any(
-            each.mm_position.offset <= begin < end < _end(each.mm_position)
+            each.mm_position.offset <= begin < end < _end(each.mm_position) <= begin + most
             for each in request.mm_features
         ):
             return [], 0, encoder_compute_budget, [], []

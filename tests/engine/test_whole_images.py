@@ -16,11 +16,17 @@ IMAGE = range(10, 30)
 BUDGET = 100
 
 
-def new_tokens(scheduler_type: type[Scheduler], computed: int, new: int, whole: bool) -> int:
+def new_tokens(
+    scheduler_type: type[Scheduler], computed: int, new: int, whole: bool, threshold: int = 0
+) -> int:
     """Return how many of ``new`` tokens after ``computed`` ones a step takes of a prompt with an
-    image. ``whole``: vLLM's option ``disable_chunked_mm_input``."""
+    image. ``whole``: vLLM's option ``disable_chunked_mm_input``; ``threshold``: its
+    ``long_prefill_token_threshold``."""
     scheduler: Any = object.__new__(scheduler_type)
-    scheduler.scheduler_config = SimpleNamespace(disable_chunked_mm_input=whole)
+    scheduler.scheduler_config = SimpleNamespace(
+        disable_chunked_mm_input=whole, long_prefill_token_threshold=threshold
+    )
+    scheduler.max_num_scheduled_tokens = 64
     scheduler.is_encoder_decoder, scheduler.ec_connector = False, None
     scheduler.encoder_cache_manager = MagicMock()
     scheduler.encoder_cache_manager.get_cached_num_encoder_embeds.return_value = None
@@ -55,3 +61,8 @@ def test_an_image_waits_for_a_step_that_has_room_for_the_rest_of_it(
     assert new_tokens(TreeScheduler, computed, new, whole=True) == taken
     assert new_tokens(Scheduler, computed, new, whole=True) == of_vllm
     assert new_tokens(TreeScheduler, computed, new, whole=False) == new
+
+
+@pytest.mark.parametrize(("threshold", "taken"), [(20, 0), (19, 19), (0, 0)])
+def test_an_image_that_no_step_has_room_for_does_not_wait(threshold: int, taken: int) -> None:
+    assert new_tokens(TreeScheduler, 10, 19, whole=True, threshold=threshold) == taken

@@ -8,7 +8,7 @@ import numpy as np
 
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
 from dyntree_plugin.tree.budget.choice import DraftingChoice, best_drafting
-from dyntree_plugin.tree.budget.row_cost import OPTIMISM, TRIED_EVERY, RowCost, StepSeconds
+from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds, optimism
 from dyntree_plugin.tree.budget.worth import FIRST_TREES, ForwardSeconds, TreeWorth
 
 FORWARDS = "dyntree_forwards"
@@ -59,8 +59,8 @@ class NodeBuckets:
             return DraftingChoice(self._most, self.sizes[-1])
         # A choice looks no further: a kernel that is faster with more rows has up to twice as many.
         most = 2 * requests * (1 + self.sizes[-1])
-        optimism = OPTIMISM if self._lookups % TRIED_EVERY == TRIED_EVERY - 1 else 0.0
-        given = (requests, self._cost.seconds(most, self._context, optimism), seconds)
+        curve = self._cost.seconds(most, self._context, optimism(self._lookups))
+        given = (requests, curve, seconds)
         best = best_drafting(worth, *given, self.sizes, range(self._fewest, 1 + self._most))
         if self._lookups % FURTHER_EVERY:
             return best

@@ -12,13 +12,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from dyntree_plugin.engine.step.clock import DRAFTING
 from dyntree_plugin.tree.budget.chains import ChainLimits, expected_tokens
 from dyntree_plugin.tree.budget.choice import best_cut, frontier_gain
-from dyntree_plugin.tree.budget.row_cost import (
-    OPTIMISM,
-    TRIED_EVERY,
-    RowCost,
-    StepSeconds,
-    followed,
-)
+from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds, followed, optimism
 from dyntree_plugin.tree.budget.worth import ForwardSeconds, ForwardShares
 
 STEP = 0.1
@@ -92,7 +86,7 @@ class TreeBudget:
             return counts
         chances = values.exp().numpy()[decoding]  # sync: host memory on the CPU
         chains = np.zeros(len(chances), dtype=bool) if drawn is None else drawn[decoding]
-        curve = self._cost.seconds(context=self._context, optimism=OPTIMISM * self._tries)
+        curve = self._cost.seconds(context=self._context, optimism=optimism(self._steps))
         forward = self._forward_seconds.of(len(chances)) or FIRST_FORWARD_SECONDS
         spent = self._forwards * forward + (self._outside or FIRST_OUTSIDE_SECONDS)
         verified = self._limits.cut(chances, chains, curve, self._spent)
@@ -141,7 +135,7 @@ class TreeBudget:
     def _tries(self) -> bool:
         """Whether the next step tries rows that may be cheaper than is known, and forwards that
         earned little."""
-        return self._steps % TRIED_EVERY == TRIED_EVERY - 1
+        return optimism(self._steps) > 0
 
     def drafting_pays(self, frontier: torch.Tensor) -> bool:
         """Return whether to run the draft over nodes of these values (log, float32), or to end."""

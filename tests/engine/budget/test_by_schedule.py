@@ -17,6 +17,7 @@ from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
 from dyntree_plugin.engine.telemetry.step_record import StepRecord
 from dyntree_plugin.options.options import DynTreeOptions
+from dyntree_plugin.tree.budget import row_cost
 from dyntree_plugin.tree.budget.row_cost import RowCost
 
 FORWARDS, SIZES = 7, (0, 1, 2, 4, 8)
@@ -155,7 +156,7 @@ def test_trees_shrink_with_the_first_step_of_long_contexts(monkeypatch: pytest.M
 
 def test_without_trying_more_a_change_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: of trees that do not pay nothing is learned unless some are grown."""
-    monkeypatch.setattr(node_buckets, "OPTIMISM", 0.0)
+    monkeypatch.setattr(row_cost, "OPTIMISM", 0.0)
     shares = []
     for every in (node_buckets.FURTHER_EVERY, 10**9):
         monkeypatch.setattr(node_buckets, "FURTHER_EVERY", every)
@@ -170,7 +171,7 @@ def test_without_trying_more_a_change_is_not_seen(monkeypatch: pytest.MonkeyPatc
 
 
 def test_new_weights_are_judged_within_64_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_buckets, "OPTIMISM", 0.0)
+    monkeypatch.setattr(row_cost, "OPTIMISM", 0.0)
     shares = []
     for replaced in ({"draft": 1}, {}):  # The second is the control: nobody told.
         world = World(monkeypatch, requests=64, row=0.01, chance=0.05)

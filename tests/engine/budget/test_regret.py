@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from dyntree_plugin.engine.budget import by_schedule, by_tree
 from dyntree_plugin.engine.budget.by_schedule import NodeBuckets
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
+from dyntree_plugin.tree.budget import row_cost
 from dyntree_plugin.tree.budget.choice import node_buckets
 from dyntree_plugin.tree.budget.row_cost import RowCost
 from dyntree_plugin.tree.budget.worth import worth_by_forwards
@@ -226,9 +226,7 @@ def test_what_was_never_tried_stays_too_dear(
     run: Callable[[World, Curve], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: without trying, and with costs that do not move."""
-    for budget in (by_tree, by_schedule):
-        monkeypatch.setattr(budget, "OPTIMISM", 0.0)
-    monkeypatch.setattr(TreeBudget, "_tries", False)
+    monkeypatch.setattr(row_cost, "OPTIMISM", 0.0)
     monkeypatch.setattr(RowCost, "observe", lambda *_: 1.0)
     world = World(flat, 0.0005, 4, 400, monkeypatch)
     run(world, dear_from_9)
