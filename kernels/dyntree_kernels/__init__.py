@@ -23,4 +23,7 @@ Every implementation of tree attention shares one contract::
   1; with the feature `both_ways` it is ctx_lens[r] plus the number of rows of r before it. A window
   must have more positions than any row has bits: it hides parts of the context alone.
 - Softmax and both products are accumulated in fp32.
+- With the option `by_path`, where a kernel has it, the sums of a row run in the order of positions:
+  the ancestor at depth d stands at ctx_lens[r] + d. So a row of a tree has the bits of a plain row,
+  which is a chain of one.
 """

@@ -10,6 +10,7 @@ import torch
 from attention_checks import FeatureChecks, assert_matches, rounds_as
 from attention_inputs import tree_mask
 from packed_cases import make_case
+from position_checks import PositionChecks
 from tree_shapes import chain, random_tree
 
 from dyntree_kernels.cpu.attention import PackedCache, TreeAttention
@@ -24,7 +25,19 @@ class TestTreeAttention(FeatureChecks):
         {"kv_dtype": torch.float8_e4m3fn},
         {"kv_dtype": torch.float8_e4m3fn, "isa": "amx", "dtype": torch.bfloat16},
     )
+    ways = ({}, {"by_path": True})
     contexts = (0, 1, 31, 32, 33, 95, 200)
+
+
+class TestOrderOfPositions(PositionChecks):
+    make = staticmethod(make_case)
+    layouts = (
+        {"kv_heads": 1, "group": 7},
+        {"dtype": torch.float16, "kv_heads": 1, "group": 1, "head_size": 64},
+        {"isa": "amx", "dtype": torch.bfloat16, "head_size": 48, "block_size": 64},
+        {"isa": "amx", "dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn},
+        {},
+    )
 
 
 @pytest.mark.parametrize(("group", "block_size"), [(1, 128), (4, 32), (7, 32)])

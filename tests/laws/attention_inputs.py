@@ -77,8 +77,12 @@ def make_inputs(
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
     seed: int = 0,
+    given: tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]] | None = None,
 ) -> Inputs:
-    """Return inputs for bool masks [rows, columns], one per request, over permuted blocks."""
+    """Return inputs for bool masks [rows, columns], one per request, over permuted blocks.
+
+    ``given``: `q`, `keys` and `values` in place of random ones.
+    """
     g = torch.Generator().manual_seed(seed)
     width = max(mask.shape[1] for mask in masks)
     lengths = [ctx + mask.shape[1] for ctx, mask in zip(ctx_lens, masks, strict=True)]
@@ -95,10 +99,11 @@ def make_inputs(
         bits.append(torch.nn.functional.pad(mask, (0, width - mask.shape[1])))
     counts = torch.tensor([0] + [mask.shape[0] for mask in masks])
     shape = (int(counts.sum()), group * kv_heads, head_size)
+    q, keys, values = given or (torch.randn(shape, generator=g).to(dtype), keys, values)
     return Inputs(
         masks=masks,
         ctx_lens=ctx_lens,
-        q=torch.randn(shape, generator=g).to(dtype),
+        q=q,
         keys=keys,
         values=values,
         seen=seen,

@@ -13,27 +13,18 @@ import torch
 
 from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.layout import flat, is_paired
-from dyntree_kernels.cpu.simd import (
-    LANES,
-    ROWS,
-    accumulate,
-    as_numpy,
-    from_float,
-    to_float,
-    towards_zero,
-)
+from dyntree_kernels.cpu.path_attention import path_attention
+from dyntree_kernels.cpu.simd import LANES, ROWS, as_numpy, from_float, to_float, towards_zero
 from dyntree_kernels.cpu.threads import use_torch_threads
 from dyntree_kernels.cpu.tiles import (
     ALL,
-    MASKED,
     TILE,
     ZERO,
-    add_non_finite,
-    cap_scores,
-    load_keys,
-    load_values,
-    mask_scores,
-    softmax_step,
+    attend_tile,
+    begin,
+    divide,
+    load_tile,
+    tile_views,
 )
 from dyntree_kernels.features import SCALES, LayerFeatures
 
@@ -111,62 +102,23 @@ def _chunk_attention(
     first row among those of its request.
     """
     rows, d = q.shape
-    tile_size = d * TILE
-    tile_keys = workspace[:tile_size].reshape(d, TILE)
-    tile_values = workspace[tile_size : 2 * tile_size].reshape(TILE, d)
-    at = 2 * tile_size
-    scores = workspace[at : at + rows * TILE].reshape(rows, TILE)
-    at += rows * TILE
-    state = workspace[at : at + 2 * rows].reshape(rows, 2)  # maximum and sum of the weights
-    state[:, 0] = MASKED
-    state[:, 1] = ZERO
-    out[:, :] = ZERO
+    tile_keys, tile_values, scores, state = tile_views(workspace, rows, d)
+    begin(out, state, beyond, head, heads)
     first, whole, edges = 0, 0, None
     if beyond is not None:
         edges = np.empty(bits.shape[0], np.int64)
         first, whole = _first_seen(bits, ctx, beyond[0], place, edges)
-        _begin_with_sinks(state, beyond[2], head, heads)
     for start in range(first // TILE * TILE, ctx + 32 * bits.shape[1], TILE):
         seen, masked = ALL, start + TILE > ctx or start < whole
         if masked:
             seen = seen_words(words, bits, heads, ctx, start, edges)
             if seen == 0:
                 continue
-        page = start // n
-        block = np.int64(table[page]) if page < len(table) else np.int64(0)
-        k_block = keys[block * k_steps[0] + k_steps[1] :]
-        v_block = values[block * v_steps[0] + v_steps[1] :]
-        load_keys(tile_keys, k_block, n, start % n, paired)
-        load_values(tile_values, v_block, n, start % n, paired, seen)
-        scores[:, :] = ZERO
-        accumulate(scores, q, tile_keys)
-        if beyond is not None and beyond[1] > ZERO:
-            cap_scores(scores, beyond[1])
-        if masked:
-            mask_scores(scores, words)
-        softmax_step(scores, out, state)
-        if masked:
-            add_non_finite(out, scores, tile_values, words)
-        accumulate(out, scores, tile_values)
+        load_tile(
+            tile_keys, tile_values, keys, values, k_steps, v_steps, table, n, start, paired, seen
+        )  # fmt: skip
+        attend_tile(q, tile_keys, tile_values, words, masked, beyond, scores, out, state)
     divide(out, state)
-
-
-@compiled
-def _begin_with_sinks(state, sinks, head, heads):
-    """Begin with a weight for each row's sink, which has no value; -inf for no sink."""
-    for i in range(state.shape[0]):
-        state[i, 0] = sinks[head + i % heads]
-        state[i, 1] = np.float32(state[i, 0] > MASKED)
-
-
-@compiled
-def divide(out, state):
-    for i in range(out.shape[0]):
-        if state[i, 1] == ZERO:
-            continue  # The row sees no position.
-        inverse = np.float32(1) / state[i, 1]
-        for j in range(out.shape[1]):
-            out[i, j] *= inverse
 
 
 @compiled
@@ -200,9 +152,10 @@ def store_rows(src, out, step, first, head, heads, rows, truncate):
 @compiled(parallel=True, nogil=True)
 def _tree_attention(
     q, q_step, keys, values, steps, n, d, paired, block_table, ctx_lens, qo_indptr, bits,
-    kv_heads, heads, chunk, out, out_step, scales, workspace, words, beyond, truncate,
+    kv_heads, heads, chunk, out, out_step, scales, workspace, words, beyond, truncate, by_path,
 ):  # fmt: skip
-    """scales [2, Hkv]: factors of the scores, and of the values, of each KV head."""
+    """scales [2, Hkv]: factors of the scores, and of the values, of each KV head. by_path: None, or
+    another value, for which a separate function is compiled."""
     threads = workspace.shape[0]
     for thread in numba.prange(threads):
         task = 0
@@ -226,12 +179,16 @@ def _tree_attention(
                     load_rows(
                         queries, q, q_step, first, h * heads, heads, count * heads, scales[0, h]
                     )  # fmt: skip
-                    _chunk_attention(
+                    chunk_of = (
                         queries, keys, values, n, paired, (steps[0], h * steps[1]),
                         (steps[2], h * steps[3]), block_table[r], ctx,
                         bits[first : first + count], heads, result, space[2 * rows * d :],
                         words[thread], beyond, h * heads, first - qo_indptr[r],
                     )  # fmt: skip
+                    if by_path is None:
+                        _chunk_attention(*chunk_of)
+                    else:
+                        path_attention(*chunk_of)
                     if scales[1, h] != np.float32(1):
                         _multiply(result, scales[1, h])
                     store_rows(
@@ -271,7 +228,9 @@ class TreeAttention:
     A layer of a small model takes tens of microseconds, so everything that layers share is prepared
     once. See `dyntree_kernels` for the arguments. Contiguous int32 tensors are not copied, so later
     writes to them take effect. With ``truncate``, results in bfloat16 are rounded towards zero,
-    else to the nearest.
+    else to the nearest. With ``by_path``, a row's sums run in the order of positions: its bits are
+    those of a plain row, and a chain's rows, too, may be more than a window has positions. A
+    request of many plain rows may then be given as several of few, each with the others as context.
     """
 
     def __init__(
@@ -282,8 +241,10 @@ class TreeAttention:
         ancestor_bits: torch.Tensor,
         *,
         truncate: bool = False,
+        by_path: bool = False,
     ) -> None:
         self._truncate = truncate
+        self._by_path = by_path or None
         self._block_table = block_table.int().contiguous().numpy()
         self._ctx_lens = ctx_lens.int().contiguous().numpy()
         self._qo_indptr = qo_indptr.int().contiguous().numpy()
@@ -318,7 +279,7 @@ class TreeAttention:
             rows_of(q), q.stride(0), cache.keys, cache.values, cache.steps, cache.block_size, d,
             cache.paired, self._block_table, self._ctx_lens, self._qo_indptr, self._bits, kv_heads,
             heads, chunk, rows_of(out), out.stride(0), _scales(features, kv_heads), self._floats,
-            self._words, _beyond(features, q_heads), self._truncates(out),
+            self._words, _beyond(features, q_heads), self._truncates(out), self._by_path,
         )  # fmt: skip
 
     def _truncates(self, out: torch.Tensor) -> bool:
@@ -374,6 +335,7 @@ def tree_attention(
     features: LayerFeatures,
     *,
     truncate: bool = False,
+    by_path: bool = False,
 ) -> None:
     """Compute the attention of tree rows over a packed CPU cache, and write it to `out`.
 
@@ -382,5 +344,6 @@ def tree_attention(
     Raises:
         ValueError: for an unsupported layout, dtype or shape, or features that are not served.
     """
-    attend = TreeAttention(block_table, ctx_lens, qo_indptr, ancestor_bits, truncate=truncate)
+    rows = block_table, ctx_lens, qo_indptr, ancestor_bits
+    attend = TreeAttention(*rows, truncate=truncate, by_path=by_path)
     attend(q, PackedCache(key_cache, value_cache, isa), out, features)

@@ -17,7 +17,6 @@ import torch
 from dyntree_kernels.cpu.attention import (
     CHUNK,
     TreeAttention,
-    divide,
     load_rows,
     rows_of,
     seen_words,
@@ -33,6 +32,7 @@ from dyntree_kernels.cpu.tiles import (
     TILE,
     ZERO,
     add_non_finite,
+    divide,
     mask_scores,
     softmax_step,
 )

@@ -207,6 +207,16 @@ def highest_bit(typingctx: Any, bits: Any) -> Any:
     return types.int64(types.uint64), codegen
 
 
+@intrinsic
+def count_bits(typingctx: Any, bits: Any) -> Any:
+    """Return how many bits of an integer of 32 bits are set."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(builder.ctpop(args[0]), _I64)
+
+    return types.int64(types.uint32), codegen
+
+
 def _load_lanes(builder: Any, pointer: Any, element: Any) -> Any:
     vector = ir.VectorType(element, LANES)
     return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=1)

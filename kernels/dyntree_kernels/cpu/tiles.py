@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from dyntree_kernels.cpu.compiled import compiled
-from dyntree_kernels.cpu.simd import LANES, exp, row_maximum, tanh, to_float, widen
+from dyntree_kernels.cpu.simd import LANES, accumulate, exp, row_maximum, tanh, to_float, widen
 
 TILE = 32  # cache positions per step of the online softmax; one word is a row's mask of them
 MASKED = np.float32(-np.inf)
@@ -62,6 +62,20 @@ def load_values(dst, block, n, start, paired, seen):
                 dst[j, :] = ZERO
 
 
+@compiled
+def load_tile(
+    tile_keys, tile_values, keys, values, k_steps, v_steps, table, n, start, paired, seen
+):
+    """Copy the TILE positions from `start` of a request's keys and values, as do `load_keys` and
+    `load_values`. k_steps, v_steps: block stride, and offset of the KV head."""
+    page = start // n
+    block = np.int64(table[page]) if page < len(table) else np.int64(0)
+    k_block = keys[block * k_steps[0] + k_steps[1] :]
+    v_block = values[block * v_steps[0] + v_steps[1] :]
+    load_keys(tile_keys, k_block, n, start % n, paired)
+    load_values(tile_values, v_block, n, start % n, paired, seen)
+
+
 @compiled(fastmath=_UNROLLED)
 def cap_scores(scores, cap):
     inverse = np.float32(1) / cap
@@ -109,8 +123,10 @@ def softmax_step(scores, sums, state):
 def add_non_finite(out, scores, values, words):
     """Add values that are not all finite to the rows that see their positions, and clear them.
 
-    The product of all weights and values would give NaN to rows that do not see them.
+    The product of all weights and values would give NaN to rows that do not see them. Return the
+    bits of the positions that were cleared.
     """
+    cleared = np.uint32(0)
     for j in range(TILE):
         infinite = np.int32(0)
         for k in range(values.shape[1]):
@@ -121,3 +137,62 @@ def add_non_finite(out, scores, values, words):
                     for k in range(values.shape[1]):
                         out[i, k] += scores[i, j] * values[j, k]
             values[j, :] = ZERO
+            cleared |= np.uint32(1) << np.uint32(j)
+    return cleared
+
+
+@compiled
+def tile_views(workspace, rows, d):
+    """Return keys [D, TILE], values [TILE, D], scores [rows, TILE], and each row's maximum and sum
+    of the weights [rows, 2], in working memory."""
+    keys = workspace[: d * TILE].reshape(d, TILE)
+    values = workspace[d * TILE : 2 * d * TILE].reshape(TILE, d)
+    at = 2 * d * TILE
+    scores = workspace[at : at + rows * TILE].reshape(rows, TILE)
+    at += rows * TILE
+    return keys, values, scores, workspace[at : at + 2 * rows].reshape(rows, 2)
+
+
+@compiled
+def begin(out, state, beyond, head, heads):
+    """Begin the sums of rows, with a weight for each row's sink, which has no value; -inf for no
+    sink. beyond: as in `attention`."""
+    state[:, 0] = MASKED
+    state[:, 1] = ZERO
+    out[:, :] = ZERO
+    if beyond is not None:
+        sinks = beyond[2]
+        for i in range(state.shape[0]):
+            state[i, 0] = sinks[head + i % heads]
+            state[i, 1] = np.float32(state[i, 0] > MASKED)
+
+
+@compiled
+def attend_tile(q, keys, values, words, masked, beyond, scores, out, state):
+    """Do one step of the online softmax over the TILE positions of keys and values.
+
+    Return the bits of the values that were cleared. words: of the positions that rows see, if they
+    are ``masked``. beyond: as in `attention`.
+    """
+    cleared = np.uint32(0)
+    scores[:, :] = ZERO
+    accumulate(scores, q, keys)
+    if beyond is not None and beyond[1] > ZERO:
+        cap_scores(scores, beyond[1])
+    if masked:
+        mask_scores(scores, words)
+    softmax_step(scores, out, state)
+    if masked:
+        cleared = add_non_finite(out, scores, values, words)
+    accumulate(out, scores, values)
+    return cleared
+
+
+@compiled
+def divide(out, state):
+    for i in range(out.shape[0]):
+        if state[i, 1] == ZERO:
+            continue  # The row sees no position.
+        inverse = np.float32(1) / state[i, 1]
+        for j in range(out.shape[1]):
+            out[i, j] *= inverse
