@@ -34,6 +34,7 @@ from dyntree_plugin.admission.refusals import (
     kv_cache_dtype,
     model_refusals,
 )
+from dyntree_plugin.admission.same_bits import bits_refusals
 from dyntree_plugin.admission.shared_experts import EXPERT_DRAFT_REFUSALS, EXPERT_REFUSALS
 from dyntree_plugin.admission.states import state_refusals, tree_refusals
 from dyntree_plugin.admission.versions import platform_refusal, version_refusal
@@ -142,6 +143,8 @@ def _refusals(
     yield from _found((*ENGINE_REFUSALS, *of_targets, *of_options, *of_device), vllm_config)
     yield from _found(model_refusals(device_type), vllm_config.model_config, "target model: ")
     yield from kernel_refusals(vllm_config, options, device_type)
+    if options.exactness == "bits":
+        yield from bits_refusals(vllm_config, device_type)
     if reason := _too_many_children(vllm_config.model_config, options):
         yield reason
     yield from offloading.refusals(vllm_config, device_type)

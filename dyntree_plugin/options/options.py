@@ -129,11 +129,12 @@ class DynTreeOptions(BaseModel):
     )
     exactness: Exactness | None = Field(
         default=None,
-        description="What output at a temperature above 0 has in common with that without "
-        "speculation: its tokens, or its distribution alone. distribution is for growth topk: such "
-        f"a request gets a chain that is drawn from the draft, or, with {LEAST_DRAWN_TREE} or more "
-        "nodes, a drawn tree. Of each distribution of the draft the best tokens count: 1,024 on a "
-        "CPU, 64 on CUDA.",
+        description="What output has in common with that without speculation: its tokens, unless "
+        "rounding decides; at a temperature above 0 its distribution alone; or every bit, whatever "
+        "was drafted and batched. distribution is for growth topk: such a request gets a chain "
+        f"that is drawn from the draft, or, with {LEAST_DRAWN_TREE} or more nodes, a drawn tree. "
+        "Of each distribution of the draft the best tokens count: 1,024 on a CPU, 64 on CUDA. bits "
+        "is for dense models on a CPU.",
         json_schema_extra={"derived": f"tokens, or with {DRAWN} distribution where it is served"},
     )
     min_value: float | None = Field(

@@ -87,9 +87,11 @@ def shape_of(
 
 
 def _check_block(given: Mapping[str, Any]) -> None:
-    for name, only in (("growth", "topk"), ("exactness", "tokens")):
-        if given[name] not in (None, only):
-            raise ValueError(f"{name}={given[name]} does not go with a block draft: use {only}")
+    for name, served in (("growth", ("topk",)), ("exactness", ("tokens", "bits"))):
+        if given[name] not in (None, *served):
+            raise ValueError(
+                f"{name}={given[name]} does not go with a block draft: use {' or '.join(served)}"
+            )
     if given["drafts"]:
         given_drafts = [*given["drafts"]]
         raise ValueError(f"drafts={given_drafts} does not go with a block draft: leave it out")

@@ -18,7 +18,8 @@ class TreePlan:
 
     With ``calibration``, node values are learned from what the target accepts. ``budget`` says
     whether trees are cut to the nodes whose verification pays. With ``exactness`` distribution, a
-    request at a temperature above 0 gets a chain or a tree that is drawn from the draft.
+    request at a temperature above 0 gets a chain or a tree that is drawn from the draft. With
+    ``exactness`` bits, the target computes every row as it would alone.
 
     Raises:
         ValueError: if the growth does not fit the shape, the rule is biased with the growth, or
@@ -47,6 +48,11 @@ class TreePlan:
             )
         if self.draws:
             self._check_drawn()
+        if self.same_bits and self.rule != "match":
+            raise ValueError(
+                f"exactness=bits is for rule=match, not rule={self.rule}, which emits another "
+                "sample; leave it out"
+            )
 
     def _check_drawn(self) -> None:
         if not self.has_draft:
@@ -106,6 +112,11 @@ class TreePlan:
     def draws(self) -> bool:
         """Whether requests at a temperature above 0 get what is drawn from the draft."""
         return self.exactness == "distribution"
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether no bit of the target's output depends on what was drafted and batched."""
+        return self.exactness == "bits"
 
     @property
     def drawn_trees(self) -> bool:

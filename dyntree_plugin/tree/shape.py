@@ -11,8 +11,9 @@ Sampling = Literal["best", "without_replacement", "with_replacement"]
 Budget = Literal["adaptive", "fixed"]
 """Whether a step verifies as many nodes as pay, or every node that was grown."""
 
-Exactness = Literal["tokens", "distribution"]
-"""Whether output is that of the same engine without trees, or has its distribution."""
+Exactness = Literal["tokens", "distribution", "bits"]
+"""Whether output is that of the same engine without trees, or has its distribution; or is the same
+bit by bit, whatever was drafted and batched."""
 
 
 LEAST_DRAWN_TREE = 17

@@ -1,4 +1,7 @@
-"""vLLM's CPU attention with trees: our kernel serves trees, the stock one everything else."""
+"""vLLM's CPU attention with trees: our kernel serves trees, the stock one everything else.
+
+Where all rows must have the bits that they have in any batch, our kernel serves all of them.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from dyntree_kernels.cpu.attention import PackedCache, TreeAttention
 from dyntree_kernels.cpu.kv_move import KVMover
 from dyntree_kernels.features import SCALES, LayerFeatures
+from dyntree_plugin.engine.attention.chains import with_chains
 from dyntree_plugin.engine.attention.features import WithFeatures, element_type
 from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.rounding import truncates_bfloat16
@@ -44,14 +48,8 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         if tree_mask is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         common = common_attn_metadata
-        attend = TreeAttention(
-            common.block_table_tensor,
-            tree_mask.ctx_lens,
-            common.query_start_loc,
-            tree_mask.ancestor_bits,
-            truncate=truncates_bfloat16(),
-        )
-        if tree_mask.has_plain:
+        attend = self._attend(common, tree_mask)
+        if tree_mask.has_plain and not tree_mask.same_bits:
             metadata = super().build(common_prefix_len, common, fast_build)
             return TreeCPUAttentionMetadata(**vars(metadata), attend=attend)
         # The stock kernel does not run for this batch, so it needs no schedule.
@@ -67,6 +65,13 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             attend=attend,
             has_plain=False,
         )
+
+    def _attend(self, common: CommonAttentionMetadata, mask: TreeMask) -> TreeAttention:
+        table, starts = common.block_table_tensor, common.query_start_loc
+        rows = table, mask.ctx_lens, starts, mask.ancestor_bits
+        if mask.same_bits:
+            rows = with_chains(mask, table, starts, common.seq_lens)
+        return TreeAttention(*rows, truncate=truncates_bfloat16(), by_path=mask.same_bits)
 
 
 class TreeCPUAttentionImpl(WithFeatures, CPUAttentionBackendImpl):

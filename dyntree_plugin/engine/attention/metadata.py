@@ -21,6 +21,7 @@ class TreeMask:
     request is without a tree, as known on the host. ``in_place``: the tensors are rewritten for
     every forward, so builders must keep references to them and no copies. ``drafted``: the number
     of requests with rows of drafts, which come first; in a prompt they are not a tree.
+    ``same_bits``: every row, of a tree or not, must have the bits that it has in any batch.
     """
 
     ctx_lens: torch.Tensor
@@ -28,6 +29,7 @@ class TreeMask:
     has_plain: bool
     in_place: bool = False
     drafted: int = 0
+    same_bits: bool = False
 
 
 @dataclass

@@ -13,6 +13,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 import vllm_cpu_runner
 from dyntree_plugin.admission.request_limits import WORD_TOKENS_ON_CPU, wrap_seeds
+from dyntree_plugin.engine.configuration import tree_plan
 from dyntree_plugin.engine.cpu.kinds import KINDS
 from dyntree_plugin.engine.offloading import keep_draft_on_device
 from dyntree_plugin.engine.start.rehearsal import rehearse
@@ -29,8 +30,11 @@ class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
         vllm_cpu_runner.install()
         vllm_cpu_runner.mend_adapters()
         vllm_cpu_runner.mend_rotary()
+        from dyntree_plugin.engine.cpu import products
         from dyntree_plugin.engine.cpu.runner import make_runner
 
+        if (plan := tree_plan(self.vllm_config)) is not None and plan.same_bits:
+            products.install()
         # The stock method names the runner's class in its body.
         module: Any = model_runner
         module.CPUModelRunner, stock = make_runner, model_runner.CPUModelRunner

@@ -38,6 +38,13 @@ def place_nodes(batch: InputBatch, place_rows: PlaceRows) -> TreeMask:
     )
 
 
+def without_trees(batch: InputBatch) -> TreeMask:
+    """Return the mask of a batch of plain rows that must have the bits that they always have."""
+    lengths = torch.full((batch.num_reqs,), -1, dtype=torch.int32)
+    bits = torch.zeros(batch.num_tokens, 1, dtype=torch.int32)
+    return TreeMask(lengths, bits, has_plain=True, same_bits=True)
+
+
 def place(
     batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

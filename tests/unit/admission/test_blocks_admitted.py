@@ -86,7 +86,7 @@ def test_the_block_limits_the_depth_and_not_the_nodes(
         ({"growth": "chain"}, "growth=chain does not go with a block draft: use topk"),
         (
             {"exactness": "distribution"},
-            "exactness=distribution does not go with a block draft: use tokens",
+            "exactness=distribution does not go with a block draft: use tokens or bits",
         ),
         ({"max_forwards": 2}, "max_forwards=2 has no effect with a block draft"),
     ],

@@ -123,6 +123,10 @@ def test_every_growth_can_be_asked_for_and_gets_a_rule_that_is_exact(growth: str
             {"growth": "chain", "exactness": "distribution"},
             "dyntree.exactness=distribution is for growth=topk with rule=match, not growth=chain",
         ),
+        (
+            {"growth": "dyspec", "exactness": "bits"},
+            "dyntree.exactness=bits is for rule=match, not rule=without_replacement",
+        ),
     ],
 )
 def test_growths_and_rules_that_do_not_fit_are_refused_by_name(
@@ -152,6 +156,25 @@ def test_a_distribution_needs_a_draft_and_leaves_the_rest_as_it_is() -> None:
     assert trees == [True, False, False]  # a chain of 17 would have no forward for its last token
     with pytest.raises(ValueError, match=r"exactness=distribution draws from a draft, and look-up"):
         options.resolve(16, draft=False)
+
+
+@pytest.mark.parametrize(
+    ("growth", "source"),
+    [
+        ({}, {}),
+        ({}, {"draft": False}),
+        ({}, {"block": True}),
+        ({"growth": "chain"}, {}),
+        ({"growth": "dyspec", "rule": "match"}, {}),
+    ],
+)
+def test_the_same_bits_go_with_whatever_keeps_tokens(
+    growth: dict[str, object], source: dict[str, bool]
+) -> None:
+    plain, bits = (DynTreeOptions.parse(growth | more) for more in ({}, {"exactness": "bits"}))
+    plan = bits.resolve(16, **source)
+    assert plan.same_bits
+    assert plan.in_force() == plain.resolve(16, **source).in_force() | {"exactness": "bits"}
 
 
 @pytest.mark.parametrize(
