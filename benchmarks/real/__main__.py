@@ -49,6 +49,14 @@ def main(
     minutes: Annotated[
         float, typer.Option(help="Time to serve. Parts that would begin later are left out.", min=1)
     ] = math.inf,
+    same_bits: Annotated[
+        bool,
+        typer.Option(
+            "--same-bits",
+            help="Serve with exactness bits, without trees in smaller batches; no answer may "
+            "differ.",
+        ),
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="Result file to write.")] = None,
 ) -> None:
     """Compare answers of published models with and without trees, and print a table.
@@ -64,8 +72,10 @@ def main(
         folders = [fetched(MODELS[name]) for name in names]
     for folder in folders:
         for dtype in dtypes:
-            found, greedy, served = _compared(folder, dtype, rounds, began + 60 * minutes)
-            which = {"model": folder.name, "dtype": dtype}
+            end = began + 60 * minutes
+            found, greedy, served = _compared(folder, dtype, rounds, end, same_bits)
+            mode = ", exactness bits" if same_bits else ""
+            which = {"model": folder.name, "dtype": f"{dtype}{mode}"}
             series += [
                 {**which, "kind": kind, "temperature": temperature, **asdict(count)}
                 for (kind, temperature), count in found.items()
@@ -95,12 +105,12 @@ def main(
 
 
 def _compared(
-    folder: Path, dtype: str, rounds: int, end: float
+    folder: Path, dtype: str, rounds: int, end: float, same_bits: bool
 ) -> tuple[dict[tuple[str, float], judge.Count], judge.Greedy, str]:
     """Serve what the journal lacks, and judge all of it; the last says how long it took."""
     parts = prompts.parts(prompts.read(), tokenizer_of(str(folder)), rounds)
     longest = max(len(request.prompt) for part in parts for request in part.load.requests)
-    pair = answers.engines(folder, dtype, longest)
+    pair = answers.engines(folder, dtype, longest, same_bits=same_bits)
     journal = answers.Journal(cached("real") / "answers", pair, parts)
     left = [part for part in parts if part.name not in journal.found]
     in_time = takewhile(lambda _: time.monotonic() < end, left)
@@ -117,7 +127,7 @@ def _compared(
     seconds = [journal.found[part.name].seconds for part in known]
     plain, trees = (sum(each[side] for each in seconds) / 60 for side in (0, 1))
     return (
-        judge.counts(known, journal.found, reference, dtype),
+        judge.counts(known, journal.found, reference, 0.0 if same_bits else MARGINS[dtype]),
         judge.against_transformers(known, journal.found, reference),
         f"Serving {len(known)} of {len(parts)} parts took {plain:.0f} minutes without trees, and "
         f"{trees:.0f} with them.",

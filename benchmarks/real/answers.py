@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.real.prompts import AT_ONCE, ROOT, TOKENS, Part
+from dyntree_plugin.admission.node_limit import NAME
+from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.pool import Pool
 from dyntree_plugin.commands.loads.runs import Engine
 from dyntree_plugin.options.options import NAMESPACE
@@ -17,6 +19,7 @@ from dyntree_plugin.provenance import packages
 from dyntree_plugin.tune.files import whole
 
 NODES = 16
+_FEWER_AT_ONCE = 5
 _CACHE_BYTES = 1 << 31
 """Size of the KV cache. Pages that are not written take no memory."""
 
@@ -47,10 +50,13 @@ def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
     return next((at for at, (a, b) in pairs if a != b), min(len(plain), len(other)))
 
 
-def engines(model: Path, dtype: str, longest: int) -> tuple[Engine, Engine]:
+def engines(
+    model: Path, dtype: str, longest: int, *, same_bits: bool = False
+) -> tuple[Engine, Engine]:
     """Return the engine without trees, and that with whole trees of look-up.
 
-    ``longest``: tokens of the longest prompt.
+    ``longest``: tokens of the longest prompt. With ``same_bits`` both have `exactness` bits: the
+    first gets requests that allow no nodes, and other batches.
     """
     shared: dict[str, Any] = {
         "model": str(model),
@@ -62,12 +68,16 @@ def engines(model: Path, dtype: str, longest: int) -> tuple[Engine, Engine]:
         "disable_log_stats": False,
         "use_tqdm_on_load": False,
     }
-    trees = {
+    trees: dict[str, Any] = {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": NODES},
         "additional_config": {NAMESPACE: {"budget": "fixed"}},
     }
+    without: dict[str, Any] = {}
+    if same_bits:
+        trees["additional_config"][NAMESPACE]["exactness"] = "bits"
+        without = trees | {"max_num_seqs": _FEWER_AT_ONCE}
     return (
-        Engine(name="no speculation", kind="plain", budget=0, arguments=shared),
+        Engine(name="no speculation", kind="plain", budget=0, arguments=shared | without),
         Engine(name="trees", kind="dynamic tree", budget=NODES, arguments=shared | trees),
     )
 
@@ -108,7 +118,16 @@ def serve(pair: tuple[Engine, Engine], parts: Iterable[Part]) -> Iterator[Answer
             served = []
             for engine in pair:
                 with pool.engine(engine, []) as process:
-                    served.append(process.serve(part.load))
+                    served.append(process.serve(_load(engine, part.load)))
             (run, plain), (with_trees, trees) = served
             seconds = (run.seconds, with_trees.seconds)
             yield Answered(part.name, plain, trees, with_trees.request_steps, seconds)
+
+
+def _load(engine: Engine, load: Load) -> Load:
+    """Return what the engine is asked: an engine with trees that has no budget, for no nodes."""
+    if engine.budget or "additional_config" not in engine.arguments:
+        return load
+    none = {"extra_args": {NAME: 0}}
+    asked = [replace(each, sampling={**each.sampling, **none}) for each in load.requests]
+    return replace(load, requests=asked)

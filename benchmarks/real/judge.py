@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from benchmarks.real.answers import Answered, first_difference
-from benchmarks.real.margins import MARGINS
 from benchmarks.real.prompts import Part
 from dyntree_plugin.tree.perturb import perturb_on
 
@@ -81,9 +80,12 @@ def gap(
 
 
 def counts(
-    parts: Sequence[Part], found: Found, reference: Reference, dtype: str
+    parts: Sequence[Part], found: Found, reference: Reference, margin: float
 ) -> dict[tuple[str, float], Count]:
-    """Count the answers by kind and temperature."""
+    """Count the answers by kind and temperature.
+
+    ``margin``: most logits between two tokens that rounding may exchange.
+    """
     result: dict[tuple[str, float], Count] = {}
     for part in parts:
         answered = found[part.name]
@@ -93,7 +95,7 @@ def counts(
         count.later += sum(len(answer) - 1 for answer in answered.trees)
         count.steps += answered.request_steps
         for apart in _gaps(part, answered, reference):
-            if apart is not None and apart <= MARGINS[dtype]:
+            if apart is not None and apart < margin:
                 count.ties += 1
                 count.gaps.append(apart)
             else:

@@ -128,14 +128,15 @@ def answered(plain: Sequence[Sequence[int]], trees: Sequence[Sequence[int]]) -> 
 
 
 @pytest.mark.parametrize(
-    ("lead", "sampling", "ties"), [(0.001, {}, 1), (0.5, {}, 0), (0.001, {"top_p": 0.9}, 0)]
+    ("lead", "sampling", "margin", "ties"),
+    [(0.001, {}, 0.01, 1), (0.5, {}, 0.01, 0), (0.001, {"top_p": 0.9}, 0.01, 0), (0.0, {}, 0.0, 0)],
 )
 def test_only_a_small_gap_that_is_known_is_a_tie(
-    lead: float, sampling: Mapping[str, Any], ties: int
+    lead: float, sampling: Mapping[str, Any], margin: float, ties: int
 ) -> None:
     found = answered([[1, 1, 1], [1, 1]], [[1, 0, 1], [1, 1]])
     part = a_part(sampling, {})
-    (count,) = judge.counts([part], {part.name: found}, Scores(lead), "float32").values()
+    (count,) = judge.counts([part], {part.name: found}, Scores(lead), margin).values()
     assert (count.answers, count.tokens, count.ties, count.other) == (2, 5, ties, 1 - ties)
     assert (count.later, count.steps) == (3, 4)
 
@@ -143,7 +144,7 @@ def test_only_a_small_gap_that_is_known_is_a_tie(
 def test_an_answer_that_ends_early_is_no_tie() -> None:
     part = a_part({})
     found = {part.name: answered([[1, 1]], [[1]])}
-    (count,) = judge.counts([part], found, Scores(0.0), "bfloat16").values()
+    (count,) = judge.counts([part], found, Scores(0.0), 0.25).values()
     assert (count.ties, count.other) == (0, 1)
 
 
@@ -167,6 +168,18 @@ def test_a_journal_is_continued_unless_the_engines_or_the_code_changed(
     assert not answers.Journal(tmp_path, other, [part]).found
     monkeypatch.setattr(answers, "code", lambda: "changed")
     assert not answers.Journal(tmp_path, pair, [part]).found
+
+
+def test_the_same_bits_are_asked_of_other_batches_without_nodes(tmp_path: Path) -> None:
+    part = a_part({"top_k": 3})
+    for same_bits in (True, False):
+        plain, trees = answers.engines(tmp_path, "bfloat16", 8, same_bits=same_bits)
+        assert answers._load(trees, part.load) == part.load
+        asked = answers._load(plain, part.load).requests[0].sampling
+        none = {"extra_args": {"dyntree_nodes": 0}} if same_bits else {}
+        assert asked == {**part.load.requests[0].sampling, **none}
+        smaller = plain.arguments["max_num_seqs"] < trees.arguments["max_num_seqs"]
+        assert smaller == same_bits
 
 
 def test_the_table_sums_the_kinds_of_a_model() -> None:
