@@ -170,6 +170,8 @@ def _by_rows(runner: TimedRunner, agree: Agree, closely: bool) -> dict[int, Seco
             timed(rows)
             break
     end = 2 * ROW_SECONDS - max(timed.left(ROW_SECONDS), 0.0)
+    if not slow:  # Where a step was disturbed, seconds would rise, and be refined for nothing.
+        timed.repeat(ROW_SECONDS)
     if closely:
         _refine(timed, times, SLOW_RISE if slow else RISE, end)
     if not slow:

@@ -71,7 +71,9 @@ class RowCost:
         if min(seconds) <= 0:
             raise ValueError(f"seconds={seconds} must be above 0")
         self._all = np.arange(most + 1, dtype=np.float64)
-        self._measured = _line(self._all, np.asarray(rows, np.float64), np.asarray(seconds))
+        # More rows take no less, so a number that took longer than a larger one was disturbed.
+        least = np.minimum.accumulate(np.asarray(seconds)[::-1])[::-1]
+        self._measured = _line(self._all, np.asarray(rows, np.float64), least)
         self._of_position = of_position
         corrected = _corrected(most)
         self._place = np.searchsorted((corrected[1:] + corrected[:-1]) / 2, self._all)

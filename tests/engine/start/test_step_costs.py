@@ -171,6 +171,22 @@ def test_one_row_more_than_a_block_is_known_to_cost_the_next_block(
     assert abs(curve(measure(runner, closely=False)) / true - 1).max() > 0.025
 
 
+@pytest.mark.parametrize(("disturbed", "refined"), [(range(7, 15), False), (range(7, 999), True)])
+def test_steps_that_were_disturbed_are_repeated_before_rows_between_them_are_measured(
+    disturbed: range, refined: bool, now: list[float]
+) -> None:
+    """Control: where the seconds stay as long, there are more rows."""
+
+    class Disturbed(Runner):
+        def forward(self, rows: Any) -> Any:
+            slow = len(self.rows) in disturbed and np.asarray(rows).max() > 4
+            return super().forward(rows) * (2 if slow else 1)
+
+    costs = measure(Disturbed(now, 0.08))
+    assert (set(costs.rows) > {1, 2, 4, 8, 16, 32, 36}) == refined
+    assert costs.with_head[-1] == pytest.approx((0.16 if refined else 0.08) + HEAD, rel=0.01)
+
+
 @pytest.mark.parametrize("free", [5, 30])
 def test_where_rows_begin_to_cost_beside_a_transfer_is_known(free: int, now: list[float]) -> None:
     """A step takes a transfer of 0.5 s, or longer for its arithmetic. Control: the line from one

@@ -150,6 +150,18 @@ def test_one_observation_of_rows_that_were_measured_wrongly_puts_them_right() ->
     assert seconds[4] == pytest.approx(1.0, rel=0.2)
 
 
+def test_a_measurement_that_was_disturbed_does_not_make_its_neighbours_cheap() -> None:
+    """A step over 8 rows that took longer than one over 16 says that it was interrupted. Control:
+    a step over 8 rows that was measured right and became faster makes them cheaper."""
+    disturbed = RowCost((1, 8, 16), (1.0, 3.0, 1.0), 16)
+    faster = RowCost((1, 8, 16), (1.0, 3.0, 3.0), 16)
+    for _ in range(10):
+        disturbed.observe(8, 1.0)
+        faster.observe(8, 1.0)
+    assert disturbed.seconds()[1] == pytest.approx(1.0, rel=0.01)
+    assert faster.seconds()[1] < 0.7
+
+
 def test_the_share_that_forwards_earned_is_learned_by_their_number() -> None:
     shares = ForwardShares()
     assert shares.of(4, 0) == 1.0
