@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 
 import numpy as np
@@ -12,6 +11,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from dyntree_plugin.engine.step.clock import DRAFTING
 from dyntree_plugin.tree.budget.chains import ChainLimits, expected_tokens
 from dyntree_plugin.tree.budget.choice import best_cut, frontier_gain
+from dyntree_plugin.tree.budget.drawn_trees import DrawnTreeChoice
 from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds, followed, optimism
 from dyntree_plugin.tree.budget.worth import ForwardSeconds, ForwardShares
 
@@ -31,9 +31,9 @@ class TreeBudget:
     engines of one rank.
     """
 
-    def __init__(self, chain_depth: int = 0, *, trees: bool = False) -> None:
-        """``chain_depth``: the most tokens of a drawn chain; 0 if nothing is drawn. ``trees``:
-        whether trees are drawn instead."""
+    def __init__(self, chain_depth: int = 0, *, trees: int | None = None) -> None:
+        """``chain_depth``: the most tokens of a drawn chain; 0 if nothing is drawn. ``trees``: if
+        trees are drawn instead, the most draft forwards after the catch-up."""
         self._cost: RowCost | None = None
         self._forward_seconds = ForwardSeconds()
         self._shares = ForwardShares()
@@ -51,10 +51,8 @@ class TreeBudget:
         self._ended: float | None = None
         self._context = 0.0
         self._decode_next = np.zeros(0, dtype=bool)
-        self._limits = ChainLimits(chain_depth, trees=trees)
-        self._drawn_trees = trees
-        # Mean gain of each draft forward, by size of the batch and number of the forward.
-        self._gains: dict[tuple[int, int], float] = {}
+        self._limits = ChainLimits(chain_depth)
+        self._trees = None if trees is None else DrawnTreeChoice(trees)
         # What the forwards of this step could earn.
         self._bounds: list[float] = []
 
@@ -89,7 +87,11 @@ class TreeBudget:
         curve = self._cost.seconds(context=self._context, optimism=optimism(self._steps))
         forward = self._forward_seconds.of(len(chances)) or FIRST_FORWARD_SECONDS
         spent = self._forwards * forward + (self._outside or FIRST_OUTSIDE_SECONDS)
-        verified = self._limits.cut(chances, chains, curve, self._spent)
+        needed = forwards.numpy()[decoding]
+        if self._trees is not None:
+            verified = self._trees.cut(chances, chains, needed, self._forwards - 1)
+        else:
+            verified = self._limits.cut(chances, chains, curve, self._spent)
         self._spent = spent
         # Trees compete for the rows that chains leave. Batches of about the same size share one
         # average per request.
@@ -104,14 +106,16 @@ class TreeBudget:
             seen = np.array([trees.tokens / len(chances), trees.seconds])
             self._usual[kind] = usual = seen if usual is None else usual + STEP * (seen - usual)
         self._rate = len(chances) * usual[0] / usual[1]
-        if chains.any():
+        if self._trees is not None and self._trees.rate is not None:
+            self._rate = self._trees.rate
+        elif chains.any():
             limits, self._rate = self._limits.of(len(chances), chances.shape[1], curve, spent)
             if self._tries:
                 known = self._cost.seconds(context=self._context)
                 _, self._rate = self._limits.of(len(chances), chances.shape[1], known, spent)
         rows = int(verified.sum()) + len(verified)
         self._row_tokens = self._rate * _next_row_seconds(rows, curve)
-        if chains.all() and not self._drawn_trees:
+        if chains.all() and self._trees is None:
             self._row_tokens, self._room = limits.least, limits.nodes
         kept = np.where(np.arange(chances.shape[1]) < verified[:, None], chances, 0.0)
         self._learn_shares(bounds, kept, forwards[torch.from_numpy(decoding)])
@@ -142,32 +146,29 @@ class TreeBudget:
         if self._rate is None:
             return True
         chances = frontier.exp().numpy()  # sync: host memory on the CPU
+        number, requests = len(self._bounds), len(chances)
+        forward = self._forward_seconds.of(requests) or FIRST_FORWARD_SECONDS
+        if self._trees is not None:
+            if number == 0 and self._cost is not None:
+                curve = self._cost.seconds(context=self._context, optimism=optimism(self._steps))
+                outside = self._outside or FIRST_OUTSIDE_SECONDS
+                self._trees.choose(requests, curve + outside, forward)
+            if number >= self._trees.forwards:
+                return False
+            self._bounds.append(0.0)
+            return True
         if self._room is not None:
             self._room -= int((chances > 0).sum())
             if self._room <= 0:
                 return False
-        number, requests = len(self._bounds), len(chances)
         bound = frontier_gain(chances, self._row_tokens)
-        gain = self._usual_gain(requests, number, bound) if self._drawn_trees else bound
         share = self._shares.of(requests, number)
         if self._tries:
             share = (1 + share) / 2
-        forward = self._forward_seconds.of(requests) or FIRST_FORWARD_SECONDS
-        if share * gain <= self._rate * forward:
+        if share * bound <= self._rate * forward:
             return False
         self._bounds.append(bound)
         return True
-
-    def _usual_gain(self, requests: int, number: int, gain: float) -> float:
-        """Return the bound of this forward's gain by earlier steps alone, and learn from this one.
-
-        What was drawn decides how much this one would gain. If it decided also whether to go on,
-        it would decide which of the nodes that were drawn before are kept.
-        """
-        kind = requests.bit_length(), number
-        usual = self._gains.get(kind)
-        self._gains[kind] = gain if usual is None else usual + STEP * (gain - usual)
-        return math.inf if usual is None else usual
 
     def observe(
         self, batch: InputBatch, forwards: int, stage_seconds: dict[str, float]

@@ -2,10 +2,11 @@
 
 Whether a chain ends must be decided before its next token is drawn
 (`tests/unit/tree/papers/test_traversal.py` enumerates it). So chains are cut level by level, by the
-chances of that level and by limits from earlier batches of about the same size. Trees are cut to
-their most valuable nodes by such limits: what a node draws changes the values of nodes of less
-value alone. The nodes of batches are sorted by chance and averaged. The limits are the number of
-nodes that makes the most tokens per second of these averages, and the chance of the last.
+chances of that level and by limits from earlier batches of about the same size. The nodes of
+batches are sorted by chance and averaged. The limits are the number of nodes that makes the most
+tokens per second of these averages, and the chance of the last. Trees are cut to their most
+valuable nodes by limits from earlier steps, too (`drawn_trees`): what a node draws changes the
+values of nodes of less value alone.
 """
 
 from __future__ import annotations
@@ -65,10 +66,9 @@ def valued_counts(chances: np.ndarray, limits: Limits) -> np.ndarray:
 class ChainLimits:
     """Learns the limits for each number of requests."""
 
-    def __init__(self, depth: int, *, trees: bool = False) -> None:
-        """``depth``: the most tokens of a chain. ``trees``: whether trees are drawn instead."""
+    def __init__(self, depth: int) -> None:
+        """``depth``: the most tokens of a chain."""
         self._depth = depth
-        self._trees = trees
         self._mean: dict[int, np.ndarray] = {}
         self._ratio = FIRST_RATIO
 
@@ -107,9 +107,7 @@ class ChainLimits:
         counts = np.zeros(len(chances), dtype=np.int64)
         if chains.any():
             limits, _ = self.of(len(chances), chances.shape[1], row_seconds, spent)
-            counts[chains] = (valued_counts if self._trees else level_counts)(
-                chances[chains], limits
-            )
+            counts[chains] = level_counts(chances[chains], limits)
             self._observe(chances, chains)
         return counts
 
@@ -127,8 +125,7 @@ class ChainLimits:
 
     def _observe(self, chances: np.ndarray, chains: np.ndarray) -> None:
         chances = chances.copy()
-        if not self._trees:
-            chances[chains] = self._whole(chances[chains])
+        chances[chains] = self._whole(chances[chains])
         ordered = np.sort(chances, axis=None)[::-1]
         mean = self._usual(len(chances), chances.shape[1]) if self._mean else ordered
         self._mean[len(chances)] = mean + STEP * (ordered - mean)

@@ -16,7 +16,7 @@ change. It is biased for rules that read draws, since a node's value depends on 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -36,10 +36,14 @@ def node_buckets(node_budget: int, *, fill_tiles: bool = False) -> tuple[int, ..
 
 @dataclass(frozen=True)
 class DraftingChoice:
-    """Draft ``forwards`` after the catch-up, and ``nodes`` that each tree verifies."""
+    """Draft ``forwards`` after the catch-up, and ``nodes`` that each tree verifies.
+
+    ``rate``: the tokens per second that are expected.
+    """
 
     forwards: int
     nodes: int
+    rate: float = field(default=0.0, compare=False)
 
 
 def best_drafting(
@@ -68,7 +72,7 @@ def best_drafting(
     drafting = forward_seconds * np.arange(1 + first, 1 + end)
     rates = (1 + worth[first:end]) / (verifying + drafting[:, None])
     best, size = divmod(int(rates.argmax()), len(sizes))
-    return DraftingChoice(first + best, sizes[size])
+    return DraftingChoice(first + best, sizes[size], requests * float(rates[best, size]))
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,19 @@ def worth_by_forwards(
     return worth
 
 
+def batch_worth(chances: np.ndarray, needed: np.ndarray, forwards: int) -> np.ndarray:
+    """Estimate what the best nodes of a batch of R trees would have been worth with fewer forwards.
+
+    Entry [f, n] of the result, [forwards + 1, N + 1], is the worth per request of the R * n most
+    valuable nodes among those that need at most f forwards. Arguments as of `worth_by_forwards`.
+    """
+    requests = len(chances)
+    reached = needed.ravel() <= np.arange(forwards + 1)[:, None]
+    best = np.sort(np.where(reached, chances.ravel(), 0.0), axis=1)[:, ::-1]
+    whole = best.cumsum(axis=1)[:, requests - 1 :: requests] / requests
+    return np.pad(whole, ((0, 0), (1, 0)))
+
+
 class TreeWorth:
     """Averages `worth_by_forwards`; for more forwards than a step made, by earlier ratios."""
 

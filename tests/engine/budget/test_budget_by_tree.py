@@ -214,27 +214,26 @@ def test_a_step_is_expected_to_take_what_its_rows_and_forwards_took() -> None:
     assert seconds == (pytest.approx(0.15, rel=0.02), pytest.approx(0.175))
 
 
-def pays_after(found: TreeBudget, *frontiers: float) -> list[bool]:
-    """Return whether forwards over one node of these values pay, each in a step of its own."""
-    answers = []
-    for chance in frontiers:
-        found.observe(batch(3), 1, {"target": 0.05, "draft": 1e-2})
-        cut(found, values(0.9, 0.85), drawn=[found._drawn_trees])
-        answers.append(found.drafting_pays(torch.tensor([[chance]]).log()))
-    return answers
+def forwards_of(found: TreeBudget, last: float, drawn: bool) -> int:
+    """Return the forwards of a step with such frontiers, after 40 steps whose trees were chains."""
+    for step in range(41):
+        frontiers = CHAIN if step < 40 else torch.full((1, NODES), last).log()
+        forwards = 0
+        while forwards < NODES - 1 and found.drafting_pays(frontiers[:, forwards : forwards + 1]):
+            forwards += 1
+        found.observe(batch(3), 1 + forwards, {"target": 0.05, "draft": 3e-3 * (1 + forwards)})
+        cut(found, CHAIN, drawn=[drawn])
+    return forwards
 
 
-def test_drawn_trees_are_drafted_as_long_as_that_paid_in_earlier_steps() -> None:
+def test_drawn_trees_are_drafted_as_far_as_that_paid_in_earlier_steps() -> None:
     """Whether a step goes on may not depend on what it drew. Control: of other trees it does."""
 
     def drawn() -> TreeBudget:
-        found = TreeBudget(NODES, trees=True)
+        found = TreeBudget(NODES, trees=NODES - 1)
         found.observe(batch(1), 1, {"target": 0.05})
         found.measured(RowCost((1, 9), FLAT, 40, 0.0))
         return found
 
-    rich, poor = [0.9] * 30, [1e-4] * 60
-    for last in (0.9, 1e-4):
-        assert pays_after(drawn(), *rich, last)[-1]
-        assert not pays_after(drawn(), *rich, *poor, last)[-1]
-    assert pays_after(budget(FLAT), *rich, 1e-4)[-2:] == [True, False]
+    assert 0 < forwards_of(drawn(), 0.9, True) == forwards_of(drawn(), 1e-4, True) < NODES - 1
+    assert forwards_of(budget(FLAT), 0.9, False) > forwards_of(budget(FLAT), 1e-4, False)
