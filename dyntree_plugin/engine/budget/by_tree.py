@@ -118,6 +118,8 @@ class TreeBudget:
         if chains.all() and self._trees is None:
             self._row_tokens, self._room = limits.least, limits.nodes
         kept = np.where(np.arange(chances.shape[1]) < verified[:, None], chances, 0.0)
+        # A better node can also take the row of the least that is verified.
+        self._row_tokens = min(self._row_tokens, float(kept[kept > 0].min(initial=1.0)))
         self._learn_shares(bounds, kept, forwards[torch.from_numpy(decoding)])
         cut = counts.clone()
         cut[torch.from_numpy(decoding)] = torch.from_numpy(verified)

@@ -182,6 +182,17 @@ def test_a_forward_that_does_not_pay_is_not_run(chances: tuple[float, ...], runs
     assert len(ran) == 1 + runs
 
 
+@pytest.mark.parametrize(("least", "runs"), [(0.2, True), (0.9, False)])
+def test_a_better_node_may_take_the_row_of_the_least(least: float, runs: bool) -> None:
+    """A step has no more rows, or they are thought dear. Control: every node is as good."""
+    found = TreeBudget()
+    found.observe(batch(1), 1, {"target": 0.05})
+    found.measured(RowCost((1, 6, 7), (0.05, 0.05, 0.5), 7))
+    tree = values(0.95, 0.94, 0.93, 0.92, least)
+    assert cut(found, tree) == [5]
+    assert found.drafting_pays(values(0.9)) == runs
+
+
 @pytest.mark.parametrize(("of_trees", "offered"), [(True, 2), (False, 5)])
 def test_the_runner_offers_the_scheduler_the_nodes_that_pay(of_trees: bool, offered: int) -> None:
     """Control: a runner that does not size single trees offers the whole tree, without padding."""
