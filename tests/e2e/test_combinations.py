@@ -12,6 +12,7 @@ import pytest
 import workload
 from adapters import LORA, two_adapters
 from block_engines import block_engine
+from blocks import trained_block
 from comparison import accepted_per_step, by_request, mismatches
 from engine_process import Run, serve
 from features import adapters_in_turn
@@ -55,6 +56,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     }
     for kind in BLOCKS:
         draft = block_engine(kind, folder / kind, seed=1)(**ALONE)
+        if kind == "DFlash2":  # Of a random one so little is accepted that no control is seen.
+            draft = workload.with_block(trained_block(folder / "pairs", kind), **ALONE)
         engines |= {
             kind: (draft, {"sound": RUN}),
             f"{kind} with adapters": (draft | LORA, {"sound": adapted} | mixed_up),

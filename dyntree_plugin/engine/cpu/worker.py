@@ -29,6 +29,7 @@ class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
     def init_device(self) -> None:
         vllm_cpu_runner.install()
         vllm_cpu_runner.mend_adapters()
+        vllm_cpu_runner.mend_gathers()
         vllm_cpu_runner.mend_rotary()
         from dyntree_plugin.engine.cpu import products
         from dyntree_plugin.engine.cpu.runner import make_runner
@@ -63,6 +64,7 @@ class PlainCPUWorker(CPUWorker):
     def init_device(self) -> None:
         vllm_cpu_runner.install()
         vllm_cpu_runner.mend_adapters()
+        vllm_cpu_runner.mend_gathers()
         vllm_cpu_runner.mend_rotary()
         super().init_device()  # type: ignore[no-untyped-call]
 
