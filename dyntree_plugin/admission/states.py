@@ -53,13 +53,6 @@ _REFUSALS = (
         "trees read a convolution's last inputs position by position; unset it",
     ),
     _RECURRENT.refusal(
-        "enable_lora, architecture",
-        lambda c: (c.lora_config is not None, c.model_config.architecture),
-        lambda found: found == (True, "Lfm2ForCausalLM"),
-        "a short convolution projects the rows of trees and of prompts apart, and adapters are "
-        "mapped to the rows of a whole step; leave it out",
-    ),
-    _RECURRENT.refusal(
         "dtype, architecture",
         lambda c: (dtype_of(c.model_config), c.model_config.architecture),
         lambda found: found[0] == "float16" and found[1] not in IN_FLOAT16,

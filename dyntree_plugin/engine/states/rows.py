@@ -149,15 +149,28 @@ class ShortConvRows(WithStates):
         if drafted is None:
             return stock(hidden_states, output)
         rows = drafted.rows
-        projected, _ = layer.in_proj(hidden_states[:rows])
-        before, after, x = projected.chunk(3, dim=-1)
-        mixed = torch.empty_like(x)
-        self.through(drafted, before * x, [], mixed)
-        output[:rows], _ = layer.out_proj(after * mixed)
+        # vLLM maps adapters to the rows of a whole step, so all of them are projected at once.
+        projected, _ = layer.in_proj(hidden_states)
+        before, after, x = projected[:rows].chunk(3, dim=-1)
+        mixed = projected.new_zeros(len(projected), x.shape[1])
+        self.through(drafted, before * x, [], mixed[:rows])
+        mixed[:rows] *= after
         if drafted.rest is not None:
-            with self.without(drafted):
-                stock(hidden_states[rows:], output[rows:])
+            with self.without(drafted), self._projected(projected[rows:]):
+                stock(hidden_states[rows:], mixed[rows:])
+        output[:], _ = layer.out_proj(mixed)
         return None
+
+    @contextmanager
+    def _projected(self, rows: torch.Tensor) -> Iterator[None]:
+        """Let vLLM's forward of this layer take ``rows`` as its inputs' projection, and return what
+        it would project."""
+        own = vars(self)  # where Python looks before it asks for a module of that name
+        own |= {"in_proj": lambda _: (rows, None), "out_proj": lambda mixed: (mixed, None)}
+        try:
+            yield
+        finally:
+            del own["in_proj"], own["out_proj"]
 
 
 class DeltaNetRows(WithStates):
