@@ -16,6 +16,8 @@ from dyntree_plugin import pair
 
 GROUP = 32
 """Inputs that share a scale in 4 bits. It divides every width of the pair."""
+BLOCK = 128
+"""Inputs, and outputs, that share a scale in FP8 of blocks."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _IN_ORDER = tuple(range(8))
 _FP8 = torch.float8_e4m3fn
@@ -143,6 +145,15 @@ def _float8_of_channels(weight: torch.Tensor) -> Tensors:
     return {"weight": (weight / scale).to(_FP8), "weight_scale": scale}
 
 
+def _float8_of_blocks(weight: torch.Tensor) -> Tensors:
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    scale = (blocks.abs().amax(dim=(1, 3)) / torch.finfo(_FP8).max).clamp(min=1e-8)
+    values = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)
+    return {"weight": values[:rows, :columns].to(_FP8), "weight_scale_inv": scale}
+
+
 def _float8(weight: torch.Tensor) -> Tensors:
     scale = weight.abs().amax() / torch.finfo(_FP8).max
     return {"weight": (weight / scale).to(_FP8), "weight_scale": scale}
@@ -175,13 +186,18 @@ FORMATS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
         _compressed("float-quantized", _of_channel("float"), _of_token("float")),
     ),
     "fp8": (_float8, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    "fp8 of blocks": (
+        _float8_of_blocks,
+        {"quant_method": "fp8", "activation_scheme": "dynamic",
+         "weight_block_size": [BLOCK, BLOCK]},
+    ),
 }  # fmt: skip
 """How a weight [N, K] is stored, and what the model's configuration says of it."""
 
 
 _QUANTISED = re.compile(r"(_proj|in_proj_(qkv|z|qkvz))\.weight$")
-_LEFT = re.compile(r"^mtp\.|visual|experts")
-"""What keeps its weights, as in published checkpoints. vLLM's kernels for experts need AMX."""
+_LEFT = re.compile(r"^mtp\.|visual")
+"""What keeps its weights, as in published checkpoints."""
 
 
 def quantized(folder: Path, name: str, form: str) -> Path:
@@ -193,13 +209,21 @@ def quantized(folder: Path, name: str, form: str) -> Path:
 def quantize(folder: Path, form: str) -> Path:
     """Give the projections of a written model a form of `FORMATS`; return its ``folder``."""
     made, config = FORMATS[form]
-    stored: Tensors = {}
-    for key, weight in load_file(folder / "model.safetensors").items():
-        if _QUANTISED.search(key) and not _LEFT.search(key):
-            layer, found = key.removesuffix("weight"), made(weight.float())
-            stored |= {f"{layer}{own}": each.contiguous() for own, each in found.items()}
-        else:
-            stored[key] = weight
+    of_experts = config["quant_method"] != "compressed-tensors"
+    stored = load_file(folder / "model.safetensors")
+    quantised = {
+        key
+        for key in stored
+        if _QUANTISED.search(key) and not _LEFT.search(key) and (of_experts or "experts" not in key)
+    }
+    kept = {key.rpartition(".")[0] for key in stored.keys() - quantised}
+    for key in quantised:
+        layer, found = key.removesuffix("weight"), made(stored.pop(key).float())
+        stored |= {f"{layer}{own}": each.contiguous() for own, each in found.items()}
+    if config["quant_method"] in ("awq", "fp8"):
+        # vLLM takes them for parts of names, so none may begin the name of a quantised layer.
+        alone = [name for name in kept if not any(x.startswith(f"{name}.") for x in quantised)]
+        config = config | {"modules_to_not_convert": sorted(alone)}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     read = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(read | {"quantization_config": config}))
