@@ -105,42 +105,58 @@ def latent_target(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Pat
     return folder
 
 
-def latent_head(folder: Path, target: Path) -> Path:
-    """Write an EAGLE-3 head with latent attention for a `latent_target`; return its folder.
+def latent_head(folder: Path, target: Path, method: str = "eagle3") -> Path:
+    """Write a head with latent attention for a `latent_target`, of method eagle3 or eagle; return
+    its folder.
 
     Its layer adds a little to the target's last state.
     """
     config = json.loads((target / "config.json").read_text())
-    hidden, rank, rope = (
-        config[name] for name in ("hidden_size", "kv_lora_rank", "qk_rope_head_dim")
-    )
-    count, keys, values = (
-        config[name] for name in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
+    hidden = config["hidden_size"]
+    own = {"num_hidden_layers": 1, "q_lora_rank": _QUERY_RANK, "first_k_dense_replace": 8}
+    # What reads a token's embedding and a state, in this order.
+    of_state = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)
+    if method == "eagle3":
+        weights = _layer(config, "midlayer.", 2 * hidden, "hidden_norm") | {"fc": torch.eye(hidden)}
+        own |= {
+            "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+            "eagle_aux_hidden_state_layer_ids": [config["num_hidden_layers"]],
+            "num_aux_hidden_states": 1,
+            "draft_vocab_size": config["vocab_size"],
+        }
+    else:
+        weights = _layer(config, "layers.0.", hidden) | {"fc": of_state}
+        weights |= dict.fromkeys(("enorm", "hnorm"), torch.ones(hidden))
+        own |= {"architectures": ["EagleDeepSeekMTPModel"]}
+    weights["norm"] = torch.ones(hidden)
+    named = {f"{name}.weight": weight.clone() for name, weight in weights.items()}
+    return heads.write_head(folder, named, config | own, torch.float32)
+
+
+def _layer(
+    config: dict[str, Any], prefix: str, inputs: int, *norms: str
+) -> dict[str, torch.Tensor]:
+    """Draw a small layer without experts whose attention reads so many ``inputs``; ``norms``: those
+    that it has beside a layer of the target."""
+    hidden, rank, rope, inner, count, keys, values = (
+        config[name]
+        for name in (
+            *("hidden_size", "kv_lora_rank", "qk_rope_head_dim", "intermediate_size"),
+            *("num_attention_heads", "qk_nope_head_dim", "v_head_dim"),
+        )
     )
     shapes = {
-        "self_attn.q_a_proj": (_QUERY_RANK, 2 * hidden),
+        "self_attn.q_a_proj": (_QUERY_RANK, inputs),
         "self_attn.q_b_proj": (count * (keys + rope), _QUERY_RANK),
-        "self_attn.kv_a_proj_with_mqa": (rank + rope, 2 * hidden),
+        "self_attn.kv_a_proj_with_mqa": (rank + rope, inputs),
         "self_attn.kv_b_proj": (count * (keys + values), rank),
         "self_attn.o_proj": (hidden, count * values),
-        "mlp.gate_proj": (config["intermediate_size"], hidden),
-        "mlp.up_proj": (config["intermediate_size"], hidden),
-        "mlp.down_proj": (hidden, config["intermediate_size"]),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
     }
     torch.manual_seed(1)
-    weights = {f"midlayer.{name}": torch.randn(*shape) * 0.05 for name, shape in shapes.items()}
-    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    weights |= {f"midlayer.{name}": torch.ones(hidden) for name in norms}
-    ranks = {"q_a_layernorm": _QUERY_RANK, "kv_a_layernorm": rank}
-    weights |= {f"midlayer.self_attn.{name}": torch.ones(size) for name, size in ranks.items()}
-    weights |= {"norm": torch.ones(hidden), "fc": torch.eye(hidden)}
-    own = {
-        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
-        "num_hidden_layers": 1,
-        "q_lora_rank": _QUERY_RANK,
-        "eagle_aux_hidden_state_layer_ids": [config["num_hidden_layers"]],
-        "num_aux_hidden_states": 1,
-        "draft_vocab_size": config["vocab_size"],
-    }
-    named = {f"{name}.weight": weight for name, weight in weights.items()}
-    return heads.write_head(folder, named, config | own, torch.float32)
+    weights = {f"{prefix}{name}": torch.randn(*shape) * 0.05 for name, shape in shapes.items()}
+    sizes = dict.fromkeys(("input_layernorm", "post_attention_layernorm", *norms), hidden)
+    sizes |= {"self_attn.q_a_layernorm": _QUERY_RANK, "self_attn.kv_a_layernorm": rank}
+    return weights | {f"{prefix}{name}": torch.ones(size) for name, size in sizes.items()}

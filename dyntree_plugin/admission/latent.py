@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dyntree_kernels.features import KV_CACHE_DTYPES
 from dyntree_plugin.admission.refusals import Refusal, index_topk, kv_cache_dtype
 from dyntree_plugin.admission.uncompared import Targets
@@ -33,12 +35,25 @@ SPARSE_ON_CUDA = (
 )
 """Checks of ``VllmConfig`` on CUDA."""
 
+
+def _sizes(config: Any) -> tuple[int | None, ...]:
+    """Return how many elements of a latent vector there are beside the rotated ones, and those."""
+    names = ("kv_lora_rank", "qk_rope_head_dim")
+    return tuple(getattr(config.model_config.hf_text_config, name, None) for name in names)
+
+
 LATENT_ON_CPU = (
     _LATENT.refusal(
         "index_topk",
         lambda c: index_topk(c.model_config),
         bool,
         "trees pass sparse attention with an indexer (DSA) on CUDA alone; use a model without",
+    ),
+    _LATENT.refusal(
+        "kv_lora_rank, qk_rope_head_dim",
+        _sizes,
+        lambda sizes: sizes not in ((512, 64), (None, None)),
+        "vLLM's latent attention on a CPU takes (512, 64) alone; use another model, or a GPU",
     ),
     _LATENT.refusal(
         "kv_cache_dtype",
@@ -65,11 +80,10 @@ LATENT_DRAFT_REFUSALS = (
         "draft with the target's kind of attention, or look-up",
     ),
     Refusal(
-        "method, use_mla",
-        lambda s: (s.method, s.draft_model_config.use_mla),
-        lambda found: found[0] == "eagle" and found[1],
-        "trees of an EAGLE head with latent attention were not compared yet; use an EAGLE-3 head, "
-        "the target's own module of multi-token prediction, method mtp, or look-up",
+        "architecture (draft)",
+        lambda s: s.draft_model_config.architecture,
+        lambda name: name == "EagleMistralLarge3ForCausalLM",
+        "vLLM 0.32 and 0.33 fail when they load such a head, with trees or without; use look-up",
     ),
 )
 """Checks of a ``SpeculativeConfig`` with a draft model or a head."""

@@ -115,7 +115,14 @@ def _latent(model: Path, kind: str) -> Engines:
     draft["speculative_config"] = draft["speculative_config"] | of
     look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | of
     options = {"nodes": NODES, "budget": "fixed", "lookup": "off"}
-    eagle = latent_head(model.with_name(f"{kind} head"), model)
+    heads = {
+        method: workload.with_head(
+            latent_head(model.with_name(f"{kind} {method.upper()}"), model, method),
+            method,
+            **options,
+        )
+        for method in ("eagle", "eagle3")
+    }
     # Blocks have 16 positions, which vLLM's kernel for CPUs asks for.
     few = look_up | {"num_gpu_blocks_override": 40}
     return {
@@ -124,7 +131,8 @@ def _latent(model: Path, kind: str) -> Engines:
         "draft": (draft, sound_runs(RUN) | broken_runs(RUN, names) | {"again": RUN}),
         "look-up": (few, sound_runs(RUN) | {"aborted": ABORTED, "again": RUN}),
         "module": (workload.with_head(model, "mtp", **options), sound_runs(RUN, "again")),
-        "EAGLE-3": (workload.with_head(eagle, **options) | of, sound_runs(RUN, "again")),
+        "EAGLE-3": (heads["eagle3"] | of, sound_runs(RUN, "again")),
+        "EAGLE": (heads["eagle"] | of, sound_runs(RUN, "again") | broken_runs(RUN, names[:3])),
         "compiled": (draft | {"enforce_eager": False}, sound_runs(RUN)),
         **_split(draft, RUN),
         **in_half(plain, draft, ["without_rope_part"]),
@@ -209,7 +217,9 @@ KINDS = {
     "qwen3_next, compressed nvfp4": Kind(
         recurrent_quantised, slow=("draft", "look-up"), write=with_weights
     ),
-    "deepseek_v2": Kind(_latent, ("draft", "look-up"), ("EAGLE-3", *_OF_RANKS), latent_target),
+    "deepseek_v2": Kind(
+        _latent, ("draft", "look-up"), ("EAGLE", "EAGLE-3", *_OF_RANKS), latent_target
+    ),
     "deepseek_v3": Kind(_latent, ("module",), (), latent_target),
     "gemma3_text, quantised": Kind(_quantised, ("draft",), ("adapters", *_SPLIT), _with_scales),
     "mistral, quantised": Kind(_quantised, (), ("draft",), _with_scales),
@@ -222,8 +232,8 @@ TREES = [(kind, engine) for kind, of in KINDS.items() for engine in of.trees] + 
 CONTROLLED = [
     (kind, engine)
     for kind, engine in TREES
-    if engine in ("draft", "block", "prefix cache", "two stages", "adapters")
-    or (kind, engine) == ("gemma4_text", "look-up")
+    if engine in ("draft", "block", "EAGLE", "prefix cache", "two stages", "adapters")
+    or (kind, engine) in (("gemma4_text", "look-up"), ("step3p5", "module"))
     or (engine == "two ranks" and KINDS[kind].engines is not recurrent)
 ]
 ACCEPTED = {("deepseek_v2", engine): 3 for engine in ("draft", *_OF_RANKS)}

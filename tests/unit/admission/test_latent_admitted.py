@@ -73,14 +73,24 @@ def test_a_draft_with_other_attention_than_its_target_is_refused(latent: VllmCon
     assert "use_mla (target, draft)=(True, False) is not supported" in reason
 
 
-def test_eagle_heads_with_latent_attention_are_refused(latent: VllmConfig) -> None:
-    reason = refusal_of(changed(latent, "speculative_config.method", "eagle"))
-    assert "method, use_mla=('eagle', True) is not supported" in reason
+def test_heads_of_mistrals_class_are_refused(latent: VllmConfig) -> None:
+    """When vLLM loads weights, its class lacks ``is_fused_shared_expert_enabled``."""
+    admit(changed(latent, "speculative_config.method", "eagle"))
+    path, name = "speculative_config.draft_model_config.architecture", "EagleMistralLarge3"
+    assert f"{name}ForCausalLM' is not" in refusal_of(changed(latent, path, f"{name}ForCausalLM"))
 
 
 def test_an_indexer_is_refused_on_a_cpu(latent: VllmConfig) -> None:
     sparse = changed(latent, "model_config.hf_text_config.index_topk", 2048)
     assert "use_mla, index_topk=(True, 2048) is not supported" in refusal_of(sparse)
+
+
+def test_vectors_of_other_sizes_are_refused_on_a_cpu(latent: VllmConfig) -> None:
+    path = "model_config.hf_text_config"
+    sized = with_all(latent, {f"{path}.kv_lora_rank": 256, f"{path}.qk_rope_head_dim": 64})
+    assert "use_mla, kv_lora_rank, qk_rope_head_dim=(True, (256, 64))" in refusal_of(sized)
+    admit(changed(sized, f"{path}.kv_lora_rank", 512))
+    admit(in_half(sized), "cuda")
 
 
 def test_adapters_are_admitted(latent: VllmConfig) -> None:

@@ -32,7 +32,10 @@ RECIPES: list[dict[str, Any]] = json.loads((SCRIPTS / "recipes.json").read_text(
 CHECKPOINTS = list(csv.DictReader((SCRIPTS / "checkpoints.csv").open()))
 LOOK_UP = "ngram_gpu"
 OF_DRAFT = "speculative_config.draft_model_config"
-OF_TEXT = ("sliding_window", "index_topk", "num_nextn_predict_layers", "layer_types")
+OF_TEXT = (
+    *("sliding_window", "index_topk", "num_hidden_layers", "num_nextn_predict_layers"),
+    *("layer_types", "mtp_layer_types", "kv_lora_rank", "qk_rope_head_dim"),
+)
 """What admission reads from the file of a model, and not from what vLLM makes of it."""
 OF_IMAGES = "model_config.is_mm_prefix_lm"
 """True with the images of some targets; False for text alone, as in the page's column of kinds."""

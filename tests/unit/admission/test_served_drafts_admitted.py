@@ -75,6 +75,9 @@ def test_gemma4s_assistant_is_admitted(build: Build, tmp_path: Path) -> None:
     admitted(build, target, "mtp", gemma4_assistant(tmp_path / "module"))
 
 
-def test_a_head_with_latent_attention_is_admitted(build: Build, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["eagle3", "eagle"])
+def test_a_head_with_latent_attention_is_admitted(
+    build: Build, tmp_path: Path, method: str
+) -> None:
     target = latent_targets.latent_target(tmp_path / "target", "deepseek_v2")
-    admitted(build, target, "eagle3", latent_targets.latent_head(tmp_path / "head", target))
+    admitted(build, target, method, latent_targets.latent_head(tmp_path / "head", target, method))
