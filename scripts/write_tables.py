@@ -157,6 +157,7 @@ REASONS = {
     "draft's architectures": "class of block draft",
     "num_nextn_predict_layers, architecture": "several modules",
     "keys and values of different sizes": "keys and values of different sizes",
+    "layers without a type in layer_types": "several modules",
     "QwenGatedDeltaNetAttention": "Gated DeltaNet",
     "KimiGatedDeltaNetAttention": "KDA",
     "BailingMoeV3KimiDeltaAttention": "KDA",
@@ -213,7 +214,7 @@ DEVICES = ("cpu", "cuda")
 
 def _served(outcome: dict[str, Any], first: str) -> str:
     if outcome["served"] == first:
-        return "yes"
+        return f"yes, from vLLM {outcome['vllm']}" if "vllm" in outcome else "yes"
     names = (each.removeprefix("speculative_config.") for each in outcome["refused"])
     words = _words(names)
     method = {None: "", "ngram_gpu": "look-up alone; "}.get(

@@ -11,7 +11,8 @@ from dyntree_plugin.options.methods import HEADS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SEVERAL_MODULES = ("MiMoMTPModel",)
+_STEP = "Step3p5MTP"
+SEVERAL_MODULES = ("MiMoMTPModel", _STEP)
 """vLLM's classes of modules of multi-token prediction of which a draft may have several."""
 
 
@@ -19,6 +20,20 @@ def modules(speculation: Any) -> int:
     """Return the number of a draft's modules of multi-token prediction, 1 for other drafts."""
     config = speculation.draft_model_config.hf_config
     return int(getattr(config, "num_nextn_predict_layers", None) or 1)
+
+
+def _untyped(speculation: Any) -> int:
+    """Return how many layers of Step-3.5's modules have no type of attention.
+
+    vLLM 0.32 cuts their types off ``layer_types``. 0.33 keeps them in ``mtp_layer_types``.
+    """
+    draft = speculation.draft_model_config
+    config = draft.hf_config
+    types = getattr(config, "layer_types", None)
+    if draft.architecture != _STEP or not types:
+        return 0
+    own = getattr(config, "mtp_layer_types", None) or ()
+    return int(config.num_hidden_layers) + modules(speculation) - len(types) - len(own)
 
 
 HEAD_REFUSALS = (
@@ -37,6 +52,12 @@ HEAD_REFUSALS = (
         lambda found: found[0] > 1 and found[1] not in SEVERAL_MODULES,
         "trees use the first of several modules at every depth, which was run for "
         f"{' and '.join(SEVERAL_MODULES)} alone; use an EAGLE-3 head, or look-up",
+    ),
+    Refusal(
+        "layers without a type in layer_types",
+        _untyped,
+        lambda count: count > 0,
+        "vLLM 0.32 cannot make the modules of Step-3.5; use vLLM 0.33, or look-up",
     ),
     Refusal(
         "use_local_argmax_reduction",

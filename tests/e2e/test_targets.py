@@ -40,6 +40,7 @@ from recurrent_engines import (
     sound_runs,
     with_weights,
 )
+from step_targets import MODULES, step_target
 
 pytestmark = pytest.mark.e2e
 
@@ -90,6 +91,20 @@ def _shared_caches(model: Path, kind: str) -> Engines:
         "plain": (workload.without_tree() | of, sound_runs(LONG)),
         "look-up": (look_up, sound_runs(LONG, "again") | broken),
         "module": (head | TIGHT, sound_runs(LONG, "again") | {"aborted": LONG_ABORTED}),
+    }
+
+
+def _several_modules(model: Path, kind: str) -> Engines:
+    of = {"model": str(model)}
+    broken = broken_runs(LONG, ["without_kv_move", "without_window", "edge_by_row"])
+    # vLLM takes a multiple of the number of modules.
+    module = workload.with_head(model, "mtp", 3 * MODULES, budget="fixed", lookup="off")
+    return {
+        "plain": (workload.without_tree() | of, sound_runs(LONG)),
+        "module": (
+            module | TIGHT,
+            sound_runs(LONG, "again") | {"aborted": LONG_ABORTED} | broken,
+        ),
     }
 
 
@@ -201,6 +216,7 @@ KINDS = {
     "mistral": Kind(_windows, slow=("draft", "look-up", "one group")),
     "laguna": Kind(_windows, slow=("look-up", "block", "two ranks")),
     "gemma4_text": Kind(_shared_caches, ("look-up", "module")),
+    "step3p5": Kind(_several_modules, ("module",), (), step_target),
     "nemotron_h": Kind(
         recurrent,
         ("draft", "prefix cache"),
@@ -241,7 +257,8 @@ ACCEPTED["deepseek_v2", "EAGLE-3"] = ACCEPTED["nemotron_h", "block"] = 0.3
 """Nodes that more are accepted of in a step, if that is not 0.5."""
 PREEMPTED = [
     *((kind, "look-up") for kind in ("gemma2", "gpt_oss", "gemma3_text", "deepseek_v2")),
-    *(("gemma4_text", engine) for engine in ("look-up", "module")),
+    *((kind, "module") for kind in ("gemma4_text", "step3p5")),
+    ("gemma4_text", "look-up"),
     *((kind, engine) for kind, engine in TREES if engine == "prefix cache"),
 ]
 NOT_IN_FLOAT16 = ("gemma", "qwen3_next")

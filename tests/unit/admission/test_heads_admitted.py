@@ -112,6 +112,14 @@ CHANGES: dict[str, tuple[str, Any]] = {
     "use_local_argmax_reduction": ("use_local_argmax_reduction", True),
 }
 
+UNTYPED = "layers without a type in layer_types"
+OF_STEP = {
+    "architecture": "Step3p5MTP",
+    "hf_config.num_hidden_layers": 2,
+    "hf_config.num_nextn_predict_layers": 3,
+    "hf_config.layer_types": ["full_attention"] * 2,
+}
+
 
 @pytest.mark.parametrize("option", CHANGES)
 def test_one_change_is_refused_with_its_option_and_advice(
@@ -125,8 +133,21 @@ def test_one_change_is_refused_with_its_option_and_advice(
     assert refusal.advice in reason
 
 
+def test_modules_of_step_are_admitted_if_vllm_knows_the_types_of_their_layers(
+    build: Build, head: Arguments
+) -> None:
+    """As vLLM 0.33 does. 0.32 cuts them off."""
+    path = "speculative_config.draft_model_config"
+    cut = build(**head())
+    for name, value in OF_STEP.items():
+        cut = changed(cut, f"{path}.{name}", value)
+    assert f"{UNTYPED}=3 is not supported: vLLM 0.32 cannot" in refusal_of(cut)
+    types = ["sliding_attention"] * 3
+    assert UNTYPED not in refusal_of(changed(cut, f"{path}.hf_config.mtp_layer_types", types))
+
+
 def test_every_refusal_of_heads_is_tested() -> None:
-    assert {each.option for each in heads.HEAD_REFUSALS} == CHANGES.keys()
+    assert {each.option for each in heads.HEAD_REFUSALS} == {*CHANGES, UNTYPED}
 
 
 def test_a_pool_of_a_head_and_a_draft_is_refused(build: Build, head: Arguments) -> None:

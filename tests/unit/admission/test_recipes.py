@@ -87,6 +87,13 @@ def facts(recipe: dict[str, Any], method: str) -> Iterator[tuple[str, Any]]:
     yield OF_IMAGES, False
 
 
+def later(recipe: dict[str, Any], device: str) -> dict[str, Any]:
+    """Return the ``vllm`` that reads a recipe's draft otherwise than 0.32, and what it reads then;
+    {} for others, and for CPUs, for which there is no later one."""
+    found: dict[str, Any] = recipe.get("later", {})
+    return found if device == "cuda" else {}
+
+
 def of_command(recipe: dict[str, Any], checkpoint: dict[str, str]) -> Iterator[tuple[str, Any]]:
     """Yield what a recipe's command for a checkpoint changes, with the recipe's own draft."""
     cache = {"cache_dtype": checkpoint["cache"] or "auto"}
@@ -103,6 +110,8 @@ def refused(
     """Return the names of what admission refuses, in the configuration and in the layers."""
     for path, value in changes:
         config = changed(config, path, value)
+    for name, value in later(recipe, device).get("draft", {}).items():
+        config = changed(config, f"{OF_DRAFT}.hf_config.{name}", value)
     layers = [each for each in recipe.get("layers", ()) if each not in layers_of(device)]
     try:
         admit(config, device)
@@ -116,7 +125,8 @@ def outcome(config: VllmConfig, recipe: dict[str, Any], device: str) -> dict[str
     methods = [*recipe["methods"], LOOK_UP]
     reasons = {method: refused(config, recipe, facts(recipe, method), device) for method in methods}
     served = next((method for method, found in reasons.items() if not found), None)
-    return {"served": served, "refused": list(dict.fromkeys(reasons[methods[0]]))}
+    found = {"served": served, "refused": list(dict.fromkeys(reasons[methods[0]]))}
+    return found | {name: each for name, each in later(recipe, device).items() if name == "vllm"}
 
 
 @pytest.fixture(scope="module")

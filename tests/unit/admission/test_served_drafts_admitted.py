@@ -12,6 +12,7 @@ import heads
 import latent_targets
 import masked_drafts
 import pytest
+import step_targets
 from configurations import Build
 from random_targets import MODULES, gemma4_assistant, random_target
 
@@ -60,14 +61,16 @@ def test_drafts_of_the_embedded_target_are_admitted(
     admitted(build, pair.paths()["target"], method, write(tmp_path / "folder"), **more)
 
 
-@pytest.mark.parametrize("kind", ["MiMo", "deepseek_v3", *MODULES])
+@pytest.mark.parametrize("kind", ["MiMo", "deepseek_v3", "step3p5", *MODULES])
 def test_modules_of_targets_are_admitted(build: Build, tmp_path: Path, kind: str) -> None:
     write: dict[str, Write] = {
         "MiMo": heads.mtp_mirror,
+        "step3p5": step_targets.step_target,
         "deepseek_v3": partial(latent_targets.latent_target, kind="deepseek_v3"),
     }
     target = write.get(kind, partial(random_target, kind=kind))(tmp_path / "folder")
-    admitted(build, target, "mtp", None)
+    # vLLM takes a multiple of the number of modules, of which Step-3.5 has three.
+    admitted(build, target, "mtp", None, num_speculative_tokens=6)
 
 
 def test_gemma4s_assistant_is_admitted(build: Build, tmp_path: Path) -> None:
