@@ -156,7 +156,7 @@ REASONS = {
     "method, target's use_mla, uses_mrope": "block draft",
     "draft's architectures": "class of block draft",
     "num_nextn_predict_layers, architecture": "several modules",
-    "keys and values of different sizes": "keys and values of different sizes",
+    "value_size": "keys and values of different sizes",
     "layers without a type in layer_types": "several modules",
     "QwenGatedDeltaNetAttention": "Gated DeltaNet",
     "KimiGatedDeltaNetAttention": "KDA",

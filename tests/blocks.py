@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from dyntree_plugin import pair
 
-KINDS = ("DFlash", "DFlash2", "DSpark", "Laguna", "Muse-Glimmer")
+KINDS = ("DFlash", "DFlash2", "DSpark", "Laguna", "MiMo", "Muse-Glimmer")
 LENGTH = 5
 LAYERS = 2
 TARGET_LAYERS = (0, 2, 4)
@@ -29,6 +29,13 @@ _MUSE: dict[str, Any] = {
     "sliding_window": WINDOW,
     "use_sliding_window": True,
     "layer_types": ["sliding_attention"] * LAYERS,
+}
+
+_MIMO = {
+    "use_swa": True,
+    "swa_window_size": WINDOW,
+    "attention_sink_bias": True,
+    "attention_value_scale": 0.7,
 }
 
 Draw = Callable[..., torch.Tensor]
@@ -51,6 +58,7 @@ def random_block(
     - "DSpark": logits depend on the token before, too, and the root proposes the first token;
     - "Laguna": a layer sees in a window, in order, and its heads have gates;
     - "Muse-Glimmer": a layer sees in a window, both ways;
+    - "MiMo": so it does, and its heads have sinks;
     - "DFlash2": layers have convolutions, and logits are those of some candidates and depend on the
       token before.
     """
@@ -101,6 +109,11 @@ def random_block(
         own["dflash_config"] |= {"input_embedding_scale": 2.0}
     if kind == "Muse-Glimmer":
         own |= _MUSE
+    if kind == "MiMo":
+        own["dflash_config"] |= _MIMO
+        sinks = 2 * torch.randn(LAYERS, target["num_attention_heads"], generator=generator)
+        for number in range(LAYERS):
+            weights[f"layers.{number}.self_attn.attention_sink_bias"] = sinks[number]
     if kind == "Laguna":
         own |= {"architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna"}
         own |= {"sliding_window": WINDOW, "layer_types": ["sliding_attention"] * LAYERS}
@@ -256,13 +269,19 @@ class PlainBlock(PlainHead):
         seen = torch.ones(len(rows), keys.shape[1], dtype=torch.bool)
         if causal:
             seen = seen.tril(len(context))
-        if self._config.get("sliding_window"):
+        own = self._config["dflash_config"]
+        if window := own.get("swa_window_size") or self._config.get("sliding_window"):
             places = root + torch.arange(len(rows))
             at = torch.cat([torch.arange(len(context)), places])
-            seen &= at > places[:, None] - self._config["sliding_window"]
-        found = torch.nn.functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=seen
+            seen &= at > places[:, None] - window
+        scores = (queries @ keys.mT * self._config["head_dim"] ** -0.5).masked_fill(
+            ~seen, -torch.inf
         )
+        none = torch.tensor(-torch.inf).expand(len(scores))
+        sinks = self._weights.get(f"{name}self_attn.attention_sink_bias", none)
+        sinks = sinks.float()[:, None, None].expand(-1, len(rows), 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+        found = weights @ (values * own.get("attention_value_scale", 1))
         if laguna:
             gates = torch.nn.functional.softplus(rows @ self._weight(f"{name}self_attn.g_proj").T)
             found = found * gates.T[:, :, None]

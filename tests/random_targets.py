@@ -126,14 +126,48 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 """Full attention, and experts in every layer."""
 
-MODULES: dict[str, tuple[str, str, tuple[str, ...], float]] = {
+_OF_MIMO = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "v_head_dim": 32,
+}
+ON_CUDA: dict[str, dict[str, Any]] = {
+    "mimo_v2_flash": {
+        **_WINDOWS,
+        **_OF_MIMO,
+        "num_key_value_heads": 1,  # layers with a window have twice as many
+        "layer_types": _WINDOWS["layer_types"][::-1],
+        "mlp_layer_types": ["dense"] * 4,
+        "attention_bias": False,
+        # What vLLM reads of the published configuration, and transformers does not.
+        **{f"swa_{name}": value for name, value in _OF_MIMO.items()},
+        "hybrid_layer_pattern": [0, 1] * 2,
+        "moe_layer_freq": [0] * 4,
+        "sliding_window_size": _WINDOWS["sliding_window"],
+        "add_swa_attention_sink_bias": True,
+        "layernorm_epsilon": 1e-5,
+        "rope_theta": 5e6,
+        "swa_rope_theta": 1e4,
+        "partial_rotary_factor": 0.334,
+        "routed_scaling_factor": 1.0,
+    },
+}
+"""Windows, sinks, and keys and values of different sizes, for which vLLM has no attention on a
+CPU."""
+
+MODULES: dict[str, tuple[Any, ...]] = {
     "nemotron_h": ("backbone.layers.1.", "layers.0.eh_proj",
                    ("layers.0.enorm", "layers.0.hnorm", "layers.0.final_layernorm"), 1.0),
     "qwen3_next": ("model.layers.3.", "fc",
                    ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"), 0.0),
+    "mimo_v2_flash": ("model.layers.3.", "layers.0.eh_proj",
+                      ("layers.0.enorm", "layers.0.hnorm", "layers.0.final_layernorm",
+                       "layers.0.pre_mlp_layernorm"), 1.0, "model.mtp."),
 }  # fmt: skip
 """What modules of multi-token prediction are made of: the target's layer that they repeat, the name
-of what joins a token's embedding and a hidden state, and the names and the values of norms."""
+of what joins a token's embedding and a hidden state, the names and the values of norms, and how
+their names begin."""
 
 
 def random_target(
@@ -145,10 +179,10 @@ def random_target(
 ) -> Path:
     """Write a target of a model type of transformers, and return its folder.
 
-    ``shape``: its configuration; that of a key of `RECURRENT`, `WINDOWED` or `MIXTURES`, with
-    ``changes``, without one.
+    ``shape``: its configuration; that of a key of `RECURRENT`, `WINDOWED`, `MIXTURES` or `ON_CUDA`,
+    with ``changes``, without one.
     """
-    of_kind = shape or _COMMON | (RECURRENT | WINDOWED | MIXTURES)[kind] | changes
+    of_kind = shape or _COMMON | (RECURRENT | WINDOWED | MIXTURES | ON_CUDA)[kind] | changes
     _write(folder, AutoConfig.for_model(kind, **of_kind, **_tokens()), seed)
     if kind in MODULES:
         add_module(folder / "model.safetensors", *MODULES[kind])

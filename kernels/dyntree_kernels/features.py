@@ -24,6 +24,7 @@ of them, and for twice as many it takes 289 KiB of shared memory, where GPUs hav
 ADVICE: Mapping[str, str] = {
     "chunk": "tree attention has no chunks; use a model without them",
     "alibi": "tree attention has no bias by distance; use a model without it",
+    "value_size": "tree attention takes keys and values of one size there; use another model",
     "query_scale": "tree attention has no quantised queries there; leave kv_cache_dtype at 'auto'",
 }
 """For each feature that a device may not serve, why, and what to do then."""
@@ -32,9 +33,9 @@ SCALES = frozenset({"query_scale", "key_scale", "value_scale"})
 _MASKS = frozenset({"window", "both_ways", "soft_cap", "sinks"})
 
 SERVED: Mapping[str, frozenset[str]] = {
-    "reference": _MASKS | SCALES,
+    "reference": _MASKS | SCALES | {"value_size"},
     "cpu": _MASKS | SCALES - {"query_scale"},
-    "triton": _MASKS | SCALES,
+    "triton": _MASKS | SCALES | {"value_size"},
     "flashinfer": frozenset(),
     "xqa": frozenset(),
     "latent, cpu": frozenset(),
@@ -60,9 +61,9 @@ class LayerFeatures:
     the number of its bits, gives the window's edge. ``chunk``: positions of a chunk; a row sees
     nothing before its chunk. ``soft_cap``: a score s becomes soft_cap * tanh(s / soft_cap).
     ``sinks`` [H]: a logit for each query head that no value belongs to. ``alibi`` [H]: slopes of a
-    bias by distance. ``query_scale``, ``key_scale``, ``value_scale`` float32, one number or one for
-    each KV head: factors of quantised queries, keys and values. Tensors are the layer's own, on its
-    device.
+    bias by distance. ``value_size``: elements of a value, if a key has another number of them.
+    ``query_scale``, ``key_scale``, ``value_scale`` float32, one number or one for each KV head:
+    factors of quantised queries, keys and values. Tensors are the layer's own, on its device.
     """
 
     scale: float
@@ -72,6 +73,7 @@ class LayerFeatures:
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
     alibi: torch.Tensor | None = None
+    value_size: int | None = None
     query_scale: torch.Tensor | None = None
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 import sabotage_of_states
 import workload
+from block_engines import block_engine
 from comparison import accepted_per_step, by_request, mismatches
 from emulated_engine import Emulated, serve_emulated
 from engine_process import Request, Result, Run
 from latent_targets import CONFIGS as LATENT
 from latent_targets import latent_head, latent_target
 from random_engines import FEW, FLOAT32_DELTA_NET, LATENT_ON_CPU, REQUESTS
-from random_targets import gemma4_assistant, random_target
+from random_targets import ON_CUDA, gemma4_assistant, random_target
 from references import serve_right
 from slow import marked
 from vision_targets import CONFIGS as VISION
@@ -77,6 +78,9 @@ TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": ("module", WITHOUT_CACHE | OF_TEXT, FLOAT32_DELTA_NET),
     "qwen3_5, cached": ("look-up", CACHED | OF_TEXT, WITHOUT_CACHE | FLOAT32_DELTA_NET),
     "gemma4_text": ("assistant", {}, {}),
+    "mimo_v2_flash": ("look-up", {}, {}),
+    "mimo_v2_flash with a module": ("module", {}, {}),
+    "mimo_v2_flash with a block": ("block", {}, {}),
 }
 """By model types, with a remark: what drafts, arguments of both engines, and of the one without
 trees."""
@@ -111,6 +115,7 @@ RUNS = {
     "module": SHORT,
     "EAGLE-3": SHORT,
     "assistant": Run(_requests(max_tokens=24)),
+    "mimo_v2_flash": Run(_requests(max_tokens=24)),
     "qwen2_5_vl": Run(_requests(max_tokens=32)),
     "deepseek_v32": Run(_requests(max_tokens=20, allowed_token_ids=[300, 301])),
 }
@@ -128,6 +133,9 @@ CONTROLS = {
     "deepseek_v3": (),  # The module of so small a target guesses too little for a control.
     "qwen2_5_vl": (*_MOVES, "rows_in_place_of_depths"),
     "gemma4_text": _MOVES,
+    "mimo_v2_flash": (*_MOVES, "values_not_moved"),
+    "mimo_v2_flash with a module": (),
+    "mimo_v2_flash with a block": (),
     # In these, no token of the run depends on the state at the end of a path's block.
     "lfm2, cached": _BLOCKS[1:],
     "granitemoehybrid, cached": _BLOCKS[1:],
@@ -140,8 +148,9 @@ BROKEN = [(target, name) for target, names in CONTROLS.items() for name in names
 class Served:
     """What an engine without trees gave, and an emulated one by the names of its runs.
 
-    vLLM for CPUs has no quantised cache of latent vectors, and no sparse attention to them; there
-    the engine without trees is the emulated one, whose requests want no node.
+    vLLM for CPUs has no quantised cache of latent vectors, no sparse attention to them, and no keys
+    and values of different sizes; there the engine without trees is the emulated one, whose
+    requests want no node.
     """
 
     run: Run
@@ -163,6 +172,10 @@ def _engine(source: str, model: str) -> dict[str, Any]:
     if source == "assistant":
         module = gemma4_assistant(Path(model).with_name("module"))
         return workload.with_head(module, "gemma4_mtp", NODES, lookup="off", budget="fixed")
+    if source == "block":
+        engine = block_engine("MiMo", Path(model).with_name("block"), model=Path(model),
+                              layers=(0, 1, 2))  # fmt: skip
+        return engine(node_budget=NODES, budget="fixed", lookup="off")
     if source == "EAGLE-3":
         head = latent_head(Path(model).with_name("head"), Path(model))
         return workload.with_head(head, nodes=NODES, lookup="off", budget="fixed")
@@ -181,7 +194,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
         )
         small = SMALL_STATES if cached and kind.startswith("qwen3") else {}
         model = str(make(tmp_path_factory.mktemp("targets") / kind, kind, **small))
-        on_cuda_alone = "kv_cache_dtype" in common or common == SPARSE
+        on_cuda_alone = "kv_cache_dtype" in common or common == SPARSE or kind in ON_CUDA
         common = LIMITS | common | {"model": model}
         run = CONTINUED if cached else RUNS[kind if kind in RUNS else source]
         without = workload.without_tree() | common | of_plain

@@ -91,8 +91,9 @@ def test_attention_at_head_size_128_does_not_spill(
     tile = attention.tiling(128, rows, 2)
     nodes = triton.next_power_of_2(attention.nodes_per_tile(tile.block_m, group))
     used = compiled(
-        attention._tree_attention, tile.warps, tile.stages, H=8, G=group, D=128, DP=128, PAGE=16,
-        BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=words, SPLITS=splits,
+        attention._tree_attention, tile.warps, tile.stages, H=8, G=group, D=128, DP=128, V=128,
+        VP=128, PAGE=16, BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=words,
+        SPLITS=splits,
         **PLAIN, **UNQUANTISED,
     )  # fmt: skip
     assert used["stack"] <= SPILLED.get((rows, group, splits), 0), used
@@ -105,17 +106,18 @@ def test_attention_at_head_size_128_does_not_spill(
         (64, 128, {"WINDOW": 128}),
         (256, 32, {"WINDOW": 128}),
         (512, 64, {"WINDOW": 4096, "CAP": 72.1, "SINKS": None}),
+        *((192, rows, {"V": 128, "VP": 128, "WINDOW": 128}) for rows in (32, 272)),
     ],
 )
 def test_attention_of_every_head_size_and_feature_fits(
     head_size: int, rows: int, features: dict[str, Any]
 ) -> None:
-    tile = attention.tiling(head_size, rows, 2)
+    tile, padded = attention.tiling(head_size, rows, 2), triton.next_power_of_2(head_size)
     nodes = triton.next_power_of_2(attention.nodes_per_tile(tile.block_m, 8))
     used = compiled(
-        attention._tree_attention, tile.warps, tile.stages, H=8, G=8, D=head_size, DP=head_size,
+        attention._tree_attention, tile.warps, tile.stages, H=8, G=8, D=head_size, DP=padded,
         PAGE=16, BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=2,
-        **{"CAP": 0.0, **UNQUANTISED, **features},
+        **{"V": head_size, "VP": padded, "CAP": 0.0, **UNQUANTISED, **features},
     )  # fmt: skip
     assert used["stack"] == 0, used
     assert used["shared"] <= 227 * 1024, used
@@ -128,8 +130,8 @@ def test_attention_over_quantised_caches_fits(rows: int, of_queries: str) -> Non
     of_scale = {} if of_queries == "*fp8e4nv" else {"QUERY_SCALE": None}
     used = compiled(
         attention._tree_attention, tile.warps, tile.stages,
-        POINTERS | {"Q": of_queries, "KV": "*fp8e4nv"}, H=8, G=4, D=128, DP=128, PAGE=16,
-        BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=2,
+        POINTERS | {"Q": of_queries, "KV": "*fp8e4nv"}, H=8, G=4, D=128, DP=128, V=128, VP=128,
+        PAGE=16, BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=2,
         **PLAIN, **of_scale,
     )  # fmt: skip
     assert used["stack"] <= SPILLED.get((rows, 4, of_queries), 0), used
@@ -212,8 +214,8 @@ def test_latent_attention_of_deepseeks_size_does_not_spill(
 
 def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
     used = compiled(
-        attention._tree_attention, 4, 3, H=8, G=4, D=128, DP=128, PAGE=16, BLOCKS=512, BM=128,
-        BN=64, NODES=32, WORDS=2, SPLITS=4, **PLAIN, **UNQUANTISED,
+        attention._tree_attention, 4, 3, H=8, G=4, D=128, DP=128, V=128, VP=128, PAGE=16,
+        BLOCKS=512, BM=128, BN=64, NODES=32, WORDS=2, SPLITS=4, **PLAIN, **UNQUANTISED,
     )  # fmt: skip
     assert used["stack"] > max(SPILLED.values()), used
 

@@ -58,8 +58,9 @@ def test_a_tile_is_in_flight_while_another_is_multiplied(
     tile = attention.tiling(head_size, rows, 2 if of_cache == "*bf16" else 1)
     result = compile_for(
         attention._tree_attention, tile.warps, tile.stages, POINTERS | {"KV": of_cache},
-        capability, H=8, G=4, D=head_size, DP=head_size, PAGE=16, BLOCKS=512, BM=tile.block_m,
-        BN=tile.block_n, NODES=tile.block_m // 4, WORDS=2, SPLITS=16, **PLAIN, **UNQUANTISED,
+        capability, H=8, G=4, D=head_size, DP=head_size, V=head_size, VP=head_size, PAGE=16,
+        BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=tile.block_m // 4, WORDS=2, SPLITS=16,
+        **PLAIN, **UNQUANTISED,
     )  # fmt: skip
     waits = copies_in_flight(result)
     assert waits, "the loop never waits for its copies"
@@ -89,8 +90,8 @@ def test_tiles_of_every_device_fit_where_shared_memory_is_least(rows: int, head_
     assert not tile.shared
     result = compile_for(
         attention._tree_attention, tile.warps, tile.stages, capability=86, H=8, G=4, D=head_size,
-        DP=head_size, PAGE=16, BLOCKS=512, BM=tile.block_m, BN=tile.block_n,
-        NODES=tile.block_m // 4, WORDS=2, SPLITS=16, **PLAIN, **UNQUANTISED,
+        DP=head_size, V=head_size, VP=head_size, PAGE=16, BLOCKS=512, BM=tile.block_m,
+        BN=tile.block_n, NODES=tile.block_m // 4, WORDS=2, SPLITS=16, **PLAIN, **UNQUANTISED,
     )  # fmt: skip
     assert result.metadata.shared <= 99 << 10
 

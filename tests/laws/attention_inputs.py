@@ -50,6 +50,7 @@ class Inputs:
 
     def of_case(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """Return the arguments of every `AttentionCase`."""
+        size = self.values[0].shape[2]
         on_device = {
             "q": self.q,
             "ctx_lens": torch.tensor(self.ctx_lens, dtype=torch.int32),
@@ -59,7 +60,10 @@ class Inputs:
         }
         return {
             **{name: each.to(device) for name, each in on_device.items()},
-            "features": LayerFeatures(self.q.shape[2] ** -0.5),
+            "features": LayerFeatures(
+                self.q.shape[2] ** -0.5,
+                value_size=None if size == self.q.shape[2] else size,
+            ),
             "masks": self.masks,
             "keys": self.keys,
             "values": self.values,
@@ -73,6 +77,7 @@ def make_inputs(
     group: int = 2,
     kv_heads: int = 2,
     head_size: int = 32,
+    value_size: int | None = None,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
@@ -82,6 +87,7 @@ def make_inputs(
     """Return inputs for bool masks [rows, columns], one per request, over permuted blocks.
 
     ``given``: `q`, `keys` and `values` in place of random ones.
+    ``value_size``: elements of a value, at most ``head_size``, which is the default.
     """
     g = torch.Generator().manual_seed(seed)
     width = max(mask.shape[1] for mask in masks)
@@ -93,7 +99,7 @@ def make_inputs(
     for mask, ctx, length in zip(masks, ctx_lens, lengths, strict=True):
         k, v = torch.randn(2, length, kv_heads, head_size, generator=g).to(kv_dtype or dtype)
         keys.append(k)
-        values.append(v)
+        values.append(v[..., :value_size].contiguous())
         by_some = torch.nn.functional.pad(mask.any(0), (ctx, 0), value=True)
         seen.append(torch.arange(length)[by_some])
         bits.append(torch.nn.functional.pad(mask, (0, width - mask.shape[1])))

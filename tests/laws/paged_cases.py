@@ -86,7 +86,7 @@ def make_case(
     made = make_inputs(masks, ctx_lens, block_size=block_size, **shape)
     _, kv_heads, head_size = made.keys[0].shape
     dtype = made.keys[0].dtype
-    content = 2 * head_size * dtype.itemsize
+    content = (head_size + made.values[0].shape[2]) * dtype.itemsize
     layers = paged_layers(layout, 2, made.blocks, kv_heads, block_size, content).view(dtype)
     layers.copy_(torch.tensor(poison, device=DEVICE).to(dtype))
     cache = layers[1]

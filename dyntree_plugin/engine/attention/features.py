@@ -24,6 +24,7 @@ def features_of(layer: Any) -> LayerFeatures:
         soft_cap=getattr(impl, "logits_soft_cap", None) or None,  # 0 stands for none
         sinks=getattr(impl, "sinks", None),
         alibi=getattr(impl, "alibi_slopes", None),
+        value_size=layer.head_size_v if layer.head_size_v != layer.head_size else None,
         query_scale=layer._q_scale if layer.query_quant is not None else None,
         key_scale=layer._k_scale if quantised else None,
         value_scale=layer._v_scale if quantised else None,

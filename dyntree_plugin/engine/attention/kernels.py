@@ -114,13 +114,15 @@ class TritonTrees:
         ``kv_cache`` is that of one layer. ``table`` [R, blocks] is the block table of the largest
         batch.
         """
-        q = torch.zeros(17, self._heads.query, self._heads.size, dtype=dtype, device=table.device)
+        heads, size, device = self._heads.query, self._heads.size, table.device
+        q = torch.zeros(17, heads, size, dtype=dtype, device=device)
         for nobody in _without_rows(table, rows):
             launch = self.plan(nobody)
             for features in layers:
                 quantised = features.query_scale is not None
                 given = q.to(element_type(kv_cache.dtype)) if quantised else q
-                launch(given, kv_cache, torch.empty_like(q), features)
+                out = q.new_empty(17, heads, features.value_size or size)
+                launch(given, kv_cache, out, features)
 
     def splits(
         self, requests: int, max_rows: int, window: int | None = None, columns: int = 0

@@ -34,17 +34,9 @@ class AttentionKind:
         return type(layer) is Attention  # a subclass may mask in another way
 
     def unserved(self, layer: Any, rows: int) -> Iterator[str]:
-        backend = layer.get_attn_backend()
-        other = {
-            f"backend {backend.__name__}": not self.carries_trees(backend),
-            f"head_size (K, V)={(layer.head_size, layer.head_size_v)}": (
-                layer.head_size != layer.head_size_v
-            ),
-        }
-        yield from (
-            f"{each} is not supported {ANOTHER_MODEL}" for each, there in other.items() if there
-        )
-        features = features_of(layer)
+        backend, features = layer.get_attn_backend(), features_of(layer)
+        if not self.carries_trees(backend):
+            yield f"backend {backend.__name__} is not supported {ANOTHER_MODEL}"
         if features.window is not None and features.window <= rows:
             yield (
                 f"sliding_window={features.window} is not supported: a tree of "
@@ -54,11 +46,17 @@ class AttentionKind:
         named = {
             "chunk": f"attention_chunk_size={features.chunk}",
             "alibi": "ALiBi",
+            "value_size": f"head_size (K, V)={(layer.head_size, layer.head_size_v)}",
         }
         for each in sorted(features.beyond - self._served):
             yield f"{named.get(each, each)} is not supported: {ADVICE[each]}"
         if layer.kv_cache_dtype not in (*UNQUANTISED, *KV_CACHE_DTYPES):
             yield f"kv_cache_dtype={layer.kv_cache_dtype!r} is not supported: {OTHER_CACHE}"
+        elif features.value_size and layer.kv_cache_dtype not in UNQUANTISED:
+            yield (
+                f"kv_cache_dtype={layer.kv_cache_dtype!r} of keys and values of different sizes "
+                "was not compared with trees: leave it at 'auto'"
+            )
 
     def keeper(self, group: LayerGroup) -> Keeper:
         mover = resolve_obj_by_qualname(self._mover)

@@ -18,6 +18,8 @@ KINDS: tuple[LayerKind, ...] = (
             "FLASH_ATTN": f"{_ATTENTION}.cuda.TreeFlashAttentionBackend",
             "FLASHINFER": f"{_ATTENTION}.cuda_flashinfer.TreeFlashInferBackend",
             "TRITON_ATTN": f"{_ATTENTION}.cuda.TreeTritonAttentionBackend",
+            "FLASH_ATTN_DIFFKV": f"{_ATTENTION}.cuda.TreeFlashAttentionDiffKVBackend",
+            "TRITON_ATTN_DIFFKV": f"{_ATTENTION}.cuda.TreeTritonAttentionDiffKVBackend",
         },
         f"{_ATTENTION}.cuda.kv_mover",
     ),

@@ -72,10 +72,10 @@ def _tree_attention(
     Q, KV, OUT, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, SINKS, QUERY_SCALE,
     KEY_SCALE, VALUE_SCALE, scale, s_qs, s_ks, s_vs, words, packed_rows, sq_t, sq_h, s_block,
     s_head, s_slot, so_t, so_h, s_table, s_bits,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    BLOCKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NODES: tl.constexpr,
-    WORDS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    BOTH_WAYS: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
+    VP: tl.constexpr, PAGE: tl.constexpr, BLOCKS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, BOTH_WAYS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -101,7 +101,7 @@ def _tree_attention(
 
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, DP], tl.float32)
+    acc = tl.zeros([BM, VP], tl.float32)
     if SINKS is not None:
         sink = tl.load(SINKS + query_head).to(tl.float32) * 1.4426950408889634
         m = tl.where(split == 0, sink, m)
@@ -142,7 +142,7 @@ def _tree_attention(
         position = (lead + j) * BN + column
         at = _offsets(blocks, position, s_block, s_slot, PAGE)
         k = load_rows(keys, at, every, D, DP, False)
-        v = load_rows(keys + D, at, every, D, DP, False)
+        v = load_rows(keys + D, at, every, V, VP, False)
         position += BN
         blocks = _blocks(table, position, position < (lead + last) * BN, PAGE, BLOCKS)
         m, total, acc = accumulate(q, k, v, every, 0.0, m, total, acc, scale, False, CAP)
@@ -167,7 +167,7 @@ def _tree_attention(
             seen = tl.max(sees, 0) != 0
             blocks = _blocks(table, position, seen, PAGE, BLOCKS)
             at = _offsets(blocks, position, s_block, s_slot, PAGE)
-            v = load_rows(keys + D, at, seen, D, DP, True)
+            v = load_rows(keys + D, at, seen, V, VP, True)
             v, blame = without_what_is_not_finite(v.to(q.dtype))
             k = load_rows(keys, at, seen, D, DP, True)
             m, total, acc = accumulate(q, k, v, sees != 0, blame, m, total, acc, scale, True, CAP)
@@ -177,12 +177,12 @@ def _tree_attention(
     if SPLITS > 1:
         # Partial results lie in packed row order, so that their place needs no division.
         part = (split * H + head).to(tl.int64) * packed_rows + first * G + tile * BM
-        store_part(PARTIAL, PARTIAL_M, PARTIAL_L, part, real, m, total, acc, BM, DP)
+        store_part(PARTIAL, PARTIAL_M, PARTIAL_L, part, real, m, total, acc, BM, VP)
     else:
         acc = acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
-        d = tl.arange(0, DP)
+        d = tl.arange(0, VP)
         out = OUT + token * so_t + (node * so_t + query_head * so_h)[:, None] + d[None, :]
-        tl.store(out, acc.to(OUT.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
+        tl.store(out, acc.to(OUT.dtype.element_ty), mask=real[:, None] & (d < V)[None, :])
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,9 @@ def tree_attention(
     read on the device: a captured graph stays valid when their contents change.
 
     Args:
-        kv_cache: [blocks, Hkv, N, 2 * D] in any physical order with the last dimension dense, keys
+        kv_cache: [blocks, Hkv, N, D + V] in any physical order with the last dimension dense, keys
             before values. Quantised queries and caches are converted to the type of `out`.
+        out: [T, H, V]. V is D unless the layer's ``value_size`` says otherwise.
         max_rows: no request has more rows, and tiles are made for as many, however many there are.
             Default: T, which launches programs that do nothing.
         splits: programs that share the columns of a tile; 1 makes the order of the sums
@@ -279,7 +280,8 @@ def tree_attention(
     features.check("triton")
     tokens, heads, d = q.shape
     kv_heads, page = kv_cache.shape[1:3]
-    _check(q, kv_cache, ancestor_bits, out)
+    values = features.value_size or d
+    _check(q, kv_cache, ancestor_bits, out, values)
     if tokens == 0:
         return
     group, requests, words = heads // kv_heads, len(ctx_lens), ancestor_bits.shape[1]
@@ -292,7 +294,6 @@ def tree_attention(
     grid = triton.cdiv(max_rows * group, tile.block_m), kv_heads, requests
     if splits is None:
         splits = max(1, min(32, 2 * _processors(q.device) // (grid[0] * grid[1] * grid[2])))
-    padded = triton.next_power_of_2(d)
     parts = Parts.of(splits, out)
     scales = [features.of_heads(f"{name}_scale", kv_heads) for name in ("query", "key", "value")]
     _tree_attention[(grid[0], grid[1], requests * splits)](
@@ -301,8 +302,9 @@ def tree_attention(
         *(0 if each is None else each.stride(0) for each in scales), words, tokens * group,
         q.stride(0), q.stride(1),
         *kv_cache.stride()[:3], out.stride(0), out.stride(1), block_table.stride(0),
-        ancestor_bits.stride(0), H=kv_heads, G=group, D=d, DP=padded,
-        SPLITS=splits, PAGE=page,
+        ancestor_bits.stride(0), H=kv_heads, G=group, D=d,
+        DP=triton.next_power_of_2(d), V=values, VP=triton.next_power_of_2(values), SPLITS=splits,
+        PAGE=page,
         BLOCKS=block_table.shape[1], BM=tile.block_m, BN=tile.block_n,
         NODES=triton.next_power_of_2(nodes_per_tile(tile.block_m, group)),
         WORDS=triton.next_power_of_2(words), WINDOW=features.window or 0,
@@ -317,15 +319,18 @@ def _check(
     kv_cache: torch.Tensor,
     ancestor_bits: torch.Tensor,
     out: torch.Tensor,
+    values: int,
 ) -> None:
     tokens, heads, d = q.shape
-    if kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * d or heads % kv_cache.shape[1]:
+    if kv_cache.dim() != 4 or kv_cache.shape[3] != d + values or heads % kv_cache.shape[1]:
         raise ValueError(
-            f"kv_cache {tuple(kv_cache.shape)} must be [blocks, Hkv, N, {2 * d}] with Hkv a "
+            f"kv_cache {tuple(kv_cache.shape)} must be [blocks, Hkv, N, {d + values}] with Hkv a "
             f"divisor of the {heads} heads of q"
         )
-    if out.shape != q.shape:
-        raise ValueError(f"q {tuple(q.shape)} and out {tuple(out.shape)} must have one shape")
+    if out.shape != (tokens, heads, values):
+        raise ValueError(
+            f"out {tuple(out.shape)} must be [{tokens}, {heads}, {values}], as q {tuple(q.shape)}"
+        )
     if any(x.stride(-1) != 1 for x in (q, out, kv_cache, ancestor_bits)):
         raise ValueError("the last dimension of q, out, kv_cache and ancestor_bits must be dense")
     if ancestor_bits.dtype != torch.int32 or ancestor_bits.shape[0] < tokens:

@@ -27,6 +27,13 @@ def _reshape_and_cache(
     value_cache[block, place] = value[rows]
 
 
+def _reshape_and_cache_of_two_sizes(
+    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *_: Any
+) -> None:
+    """Write rows [T, Hkv, D] and [T, Hkv, V] to a cache [blocks, N, Hkv, D + V]."""
+    _reshape_and_cache(key, value, *cache.split([key.shape[2], value.shape[2]], dim=-1), slots)
+
+
 def _unified_attention(
     *,
     q: torch.Tensor,
@@ -38,12 +45,14 @@ def _unified_attention(
     softmax_scale: float,
     block_table: torch.Tensor,
     window_size: tuple[int, int],
+    sinks: torch.Tensor | None = None,
     mm_prefix_range: torch.Tensor | None = None,
     mm_prefix_clamp_sliding_window: bool = False,
     **_: Any,
 ) -> None:
     """Compute causal attention of each request's last rows over its ``seqused_k`` cached rows, of
-    which a row sees ``window_size[0]`` before its own, or all for -1.
+    which a row sees ``window_size[0]`` before its own, or all for -1. ``sinks`` [H]: logits that no
+    value belongs to.
 
     ``mm_prefix_range`` [R, N, 2]: places of images, whose rows see each other both ways; with
     ``mm_prefix_clamp_sliding_window`` none that is before their window. Without a place, first and
@@ -66,8 +75,12 @@ def _unified_attention(
             inside = (own >= begin) & (own <= end) & (at >= begin) & (at <= end) & (begin < end)
             seen |= inside & (at >= own - before) if mm_prefix_clamp_sliding_window else inside
         values = values.masked_fill(~seen.any(0)[:, None, None], 0.0)  # freed blocks hold anything
-        scores = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1).nan_to_num()
-        out[first:last] = torch.einsum("hts,shd->thd", scores, values)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            of_heads = sinks[:, None, None].expand(-1, len(own), 1)
+            scores = torch.cat([scores, of_heads], dim=-1)
+        weights = scores.softmax(dim=-1).nan_to_num()[..., : len(at)]
+        out[first:last] = torch.einsum("hts,shd->thd", weights, values)
 
 
 def _decode_latent(
@@ -128,12 +141,15 @@ def stand_in() -> None:
     """Replace vLLM's kernels by those of this module."""
     from vllm import _custom_ops
     from vllm.model_executor.layers.attention import mla_attention
-    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.backends import triton_attn, triton_attn_diffkv
     from vllm.v1.attention.backends.mla import triton_mla
 
     module: Any = triton_attn
     module.unified_attention = recorded(_unified_attention)
     module.triton_reshape_and_cache_flash = recorded(_reshape_and_cache)
+    of_two_sizes: Any = triton_attn_diffkv
+    of_two_sizes.unified_attention_diffkv = recorded(_unified_attention)
+    of_two_sizes.triton_reshape_and_cache_flash_diffkv = recorded(_reshape_and_cache_of_two_sizes)
     of_latent: Any = triton_mla
     of_latent.decode_attention_fwd = recorded(_decode_latent)
     operators: Any = _custom_ops

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -71,20 +71,35 @@ def padding_is_alive(runner: Any) -> Iterator[None]:
 @contextmanager
 def half_moves(runner: Any) -> Iterator[None]:
     """Leave the last half of every latent vector's bytes where the tree put them."""
-    (keeper,) = runner.keepers
-    layers = runner.vllm_config.compilation_config.static_forward_context.values()
-    caches = [layer.kv_cache for layer in layers if hasattr(layer, "kv_cache")]
-    halves = [cache[..., cache.shape[-1] // 2 :] for cache in caches]
+    with _left(runner, lambda layer: layer.kv_cache[..., layer.kv_cache.shape[-1] // 2 :]):
+        yield
 
-    def keep(*given: Any) -> None:
-        kept = [half.clone() for half in halves]
-        keeper.keep(*given)
-        for half, before in zip(halves, kept, strict=True):
-            half.copy_(before)
+
+@contextmanager
+def values_not_moved(runner: Any) -> Iterator[None]:
+    """Leave values that are smaller than keys where the tree put them."""
+    with _left(runner, lambda layer: layer.kv_cache[..., layer.head_size :]):
+        yield
+
+
+@contextmanager
+def _left(runner: Any, part: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """Leave a part of every layer's cache where the tree put it."""
+    layers = runner.vllm_config.compilation_config.static_forward_context.values()
+    parts = [part(layer) for layer in layers if hasattr(layer, "kv_cache")]
+
+    def without(keeper: Any) -> Any:
+        def keep(*given: Any) -> None:
+            kept = [each.clone() for each in parts]
+            keeper.keep(*given)
+            for each, before in zip(parts, kept, strict=True):
+                each.copy_(before)
+
+        return keeper._replace(keep=keep)
 
     with (
         verified_eagerly(runner),
-        mock.patch.object(runner, "keepers", [keeper._replace(keep=keep)]),
+        mock.patch.object(runner, "keepers", [*map(without, runner.keepers)]),
     ):
         yield
 

@@ -42,7 +42,10 @@ from emulated import sparse  # noqa: E402
 from emulated.states import enter_directly  # noqa: E402
 
 _ATTENTION = "dyntree_plugin.engine.attention"
-_BACKENDS = {"CPU_ATTN": f"{_ATTENTION}.cuda.TreeTritonAttentionBackend"}
+_BACKENDS = {
+    "CPU_ATTN": f"{_ATTENTION}.cuda.TreeTritonAttentionBackend",
+    "TRITON_ATTN_DIFFKV": f"{_ATTENTION}.cuda.TreeTritonAttentionDiffKVBackend",
+}
 _STATES = {
     "MambaMixer2": "emulated.states.Mamba2",
     "ShortConv": "dyntree_plugin.engine.states.cuda_layers.TreeShortConv",

@@ -141,6 +141,7 @@ def mask(ctx_lens: list[int], rows: int, **more: Any) -> TreeMask:
 def layer(**more: Any) -> Any:
     """Return what an implementation reads of a layer of vLLM."""
     plain = {"sliding_window": None, "kv_cache_dtype": "auto", "query_quant": None}
+    plain |= {"head_size": 16, "head_size_v": 16}
     return SimpleNamespace(impl=Impl(), **{**plain, **more})
 
 

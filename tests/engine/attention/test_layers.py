@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.triton_attn_diffkv import TritonAttentionDiffKVBackend
 from vllm.v1.worker.gpu_worker import Worker
 
 from dyntree_plugin.admission.check import Refused
@@ -33,6 +34,7 @@ from dyntree_plugin.engine import worker
 from dyntree_plugin.engine.checked_layers import checked, refusals
 from dyntree_plugin.engine.cpu.kinds import KINDS
 from dyntree_plugin.engine.cpu.worker import TreeCPUWorker
+from dyntree_plugin.engine.cuda.kinds import KINDS as CUDA_KINDS
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="layers are made on a CPU")
@@ -136,9 +138,9 @@ def weights() -> Iterator[mock.Mock]:
         yield loading
 
 
-def load(config: VllmConfig) -> None:
+def load(config: VllmConfig, kinds: Any = KINDS) -> None:
     """Load a model with the attention of trees."""
-    with set_current_vllm_config(config), KINDS[0].making(), checked(config, KINDS):
+    with set_current_vllm_config(config), kinds[0].making(), checked(config, kinds):
         get_model(vllm_config=config)
 
 
@@ -159,7 +161,21 @@ def test_a_model_that_trees_have_no_layer_for_is_refused_before_its_weights_load
         load(make(**model))
     assert not weights.called
     for feature in named:
-        assert f": {feature} is not supported by tree attention" in str(refused.value)
+        assert f": {feature} is not supported" in str(refused.value)
+
+
+def test_keys_and_values_of_different_sizes_pass_on_cuda(
+    make: Make, weights: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their sizes reach vLLM's layers, which read that of values from their own backend."""
+    monkeypatch.setattr(TritonAttentionDiffKVBackend, "head_size_v", 128)
+    load(make(**MIMO), CUDA_KINDS)
+    assert weights.called
+    assert TritonAttentionDiffKVBackend.head_size_v == MIMO["v_head_dim"]
+    quantised = make(**MIMO)
+    quantised.cache_config.cache_dtype = "fp8"
+    with pytest.raises(Refused, match="kv_cache_dtype='fp8' of keys and values of different sizes"):
+        load(quantised, CUDA_KINDS)
 
 
 BEYOND: list[tuple[dict[str, Any], str]] = [

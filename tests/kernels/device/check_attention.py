@@ -90,6 +90,19 @@ def test_ragged_batches_of_every_shape(group: int, kv_heads: int, head_size: int
     assert_matches(case)
 
 
+@pytest.mark.parametrize(("head_size", "value_size"), [(48, 32), (48, 20)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_values_may_be_smaller_than_keys(head_size: int, value_size: int, splits: int) -> None:
+    """Control: as many elements of a value that begin elsewhere give something else."""
+    shape = {"head_size": head_size, "value_size": value_size}
+    case = make_case(draft_masks(), [40, 0, 63], **shape)
+    own = {name: BEYOND["all"][name] for name in ("window", "sinks")}
+    case.features = dataclasses.replace(case.features, **on(DEVICE, own))
+    assert_matches(case, splits=splits, tiles=SMALL)
+    moved = dataclasses.replace(case, kv_cache=case.kv_cache.roll(1, -1))
+    assert not torch.allclose(moved.run().cpu().double(), case.expected(), atol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_size"),
     [
