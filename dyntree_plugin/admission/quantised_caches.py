@@ -10,5 +10,5 @@ _QUANTISED = Targets(
     "kv_cache_dtype", lambda c: kv_cache_dtype(c) in KV_CACHE_DTYPES, lambda config: config
 )
 
-QUANTISED_CACHE_REFUSALS = tuple(_QUANTISED.uncompared("kv_transfer_config", "use_gemma4_mtp"))
+QUANTISED_CACHE_REFUSALS = tuple(_QUANTISED.uncompared("use_gemma4_mtp"))
 """Checks of ``VllmConfig``."""

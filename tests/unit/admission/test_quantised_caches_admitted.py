@@ -35,18 +35,20 @@ def test_a_cache_in_e4m3_is_admitted(quantised: VllmConfig, device: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("path", "value"), [("model_config.dtype", torch.float16), ("lora_config", LoRAConfig())]
+    ("path", "value"),
+    [
+        ("model_config.dtype", torch.float16),
+        ("lora_config", LoRAConfig()),
+        ("kv_transfer_config", NIXL),
+    ],
 )
-def test_it_is_admitted_in_fp16_and_with_adapters(
-    quantised: VllmConfig, path: str, value: Any
-) -> None:
+def test_it_is_admitted_with_other_options(quantised: VllmConfig, path: str, value: Any) -> None:
     admit(changed(quantised, path, value))
 
 
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("kv_transfer_config", NIXL, "kv_cache_dtype, kv_transfer_config="),
         ("speculative_config.use_gemma4_mtp", lambda: True, "kv_cache_dtype, use_gemma4_mtp="),
         ("model_config.use_mla", True, "use_mla, kv_cache_dtype="),
     ],
