@@ -211,10 +211,10 @@ def path_attention(
         ValueError: for shapes or strides that the kernel does not read, or features that it does
             not serve.
     """
-    features.check("triton")
+    features.check("triton, by path")
     tokens, heads, d = q.shape
     kv_heads, page = kv_cache.shape[1:3]
-    _check(q, kv_cache, paths.columns, out)
+    _check(q, kv_cache, paths.columns, out, d)
     if tokens == 0:
         return
     group, tile = heads // kv_heads, tiles or path_tiling(d, kv_cache.element_size())
