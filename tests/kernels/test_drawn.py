@@ -19,14 +19,19 @@ class TestTheCompiledTraversal(DrawnChecks):
 
 
 @pytest.mark.parametrize("kept", [1, 5, 40, 60])
-def test_the_best_tokens_are_offered_and_of_equals_the_lowest(kept: int) -> None:
-    row = torch.randint(6, (50,), generator=torch.Generator().manual_seed(kept)).float()
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 4.0, 100.0])
+def test_the_best_tokens_are_offered_and_of_equals_the_lowest(kept: int, spread: float) -> None:
+    g = torch.Generator().manual_seed(kept)
+    row = torch.randint(6, (50,), generator=g) - 2 + spread * torch.randn(50, generator=g)
+    row[5::9] = 0 * row[5::9]  # also -0
     row[::7] = -torch.inf
     scores, tokens = np.empty(kept, np.float32), np.empty(kept, np.int64)
     assert drawn._offered(row.numpy(), np.float32(2), scores, tokens)
-    wanted = sorted((-float(x) / 2, n) for n, x in enumerate(row) if x > -torch.inf)[:kept]
+    some = ((float(x) / 2, n) for n, x in enumerate(row) if x > row.max() - 208)
+    wanted = sorted((-score, n) for score, n in some)[:kept]
     assert list(zip((-scores).tolist(), tokens.tolist(), strict=True))[: len(wanted)] == wanted
     assert (scores[len(wanted) :] == -np.inf).all()
     for value in (torch.nan, torch.inf):
         row[3] = value
         assert not drawn._offered(row.numpy(), np.float32(2), scores, tokens)
+    assert not drawn._offered(np.full(50, -np.inf, np.float32), np.float32(2), scores, tokens)
