@@ -26,7 +26,7 @@ SOURCES = sorted(
 OURS = (
     "self.step.", "step.", "self._record.", "record.", "self._counts.", "counts.",
     "self.speculator.", "self.rejection_sampler.", "self.model_runner.", "copied.",
-    "self._stages.", "self._draft.", "self.ops.", "self._sent[-1].", "each.masks",
+    "self._stages.", "self._draft.", "self.ops.", "self._sent[-1].", "each.masks", "made.",
 )  # fmt: skip
 """Prefixes of fields of our own objects."""
 SETTINGS = (

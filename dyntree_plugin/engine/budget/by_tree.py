@@ -87,7 +87,7 @@ class TreeBudget:
         curve = self._cost.seconds(context=self._context, optimism=optimism(self._steps))
         forward = self._forward_seconds.of(len(chances)) or FIRST_FORWARD_SECONDS
         spent = self._forwards * forward + (self._outside or FIRST_OUTSIDE_SECONDS)
-        needed = forwards.numpy()[decoding]
+        needed = forwards.numpy()[decoding]  # sync: host memory on the CPU
         if self._trees is not None:
             verified = self._trees.cut(chances, chains, needed, self._forwards - 1)
         else:
