@@ -123,14 +123,15 @@ def answers(result: Result) -> list[tuple[list[int], list[list[int]]]]:
 
 
 def apart(found: Result, wanted: Result) -> list[float]:
-    """Return by how much the first logprobs of each answer differ."""
+    """Return by how much the first logprobs of each answer differ. They are of the answer's token
+    and of the best ones, among which it may be."""
 
     def first(output: Output | None) -> list[float]:
         assert output is not None
         return output.logprobs[0][0]
 
     pairs = zip(map(first, found.outputs), map(first, wanted.outputs), strict=True)
-    return [max(abs(x - y) for x, y in zip(*pair, strict=True)) for pair in pairs]
+    return [max(abs(x - y) for x, y in zip(*pair, strict=False)) for pair in pairs]
 
 
 Plain = Callable[[str], Mapping[str, Result]]

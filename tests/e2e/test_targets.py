@@ -188,6 +188,12 @@ def _with_scales(folder: Path, kind: str) -> Path:
     return add_cache_scales(random_target(folder, kind.split(",")[0]), 0.02, 0.05)
 
 
+def _with_int8(folder: Path, kind: str) -> Path:
+    if torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM's int8 products take 16-bit types alone with AMX; this compares in fp32")
+    return with_weights(folder, kind)
+
+
 def _nemotron_h(folder: Path, kind: str) -> Path:
     _needs_avx512()
     return random_target(folder, "nemotron_h")
@@ -227,7 +233,7 @@ KINDS = {
     "falcon_h1": Kind(recurrent, slow=("look-up", "cached look-up")),
     "granitemoehybrid": Kind(recurrent, slow=("look-up", "cached look-up")),
     "nemotron_h, compressed int8": Kind(
-        recurrent_quantised, ("draft",), ("head", "prefix cache"), with_weights
+        recurrent_quantised, ("draft",), ("head", "prefix cache"), _with_int8
     ),
     "nemotron_h, compressed nvfp4": Kind(recurrent_quantised, slow=("draft",), write=with_weights),
     "qwen3_next, compressed nvfp4": Kind(
