@@ -11,7 +11,6 @@ import torch
 from attention_checks import TOLERANCE, AttentionChecks, assert_matches, rounds_as
 from attention_inputs import tree_mask
 from latent_inputs import make_latent_case
-from position_checks import PositionChecks
 from tree_shapes import chain, random_tree
 
 from dyntree_kernels.cpu.latent_attention import LatentTreeAttention
@@ -20,8 +19,8 @@ DEEPSEEK = {"head_size": 576, "rope": 64}
 
 
 def attend(q: torch.Tensor, cache: torch.Tensor, *rows: torch.Tensor, **of_layer: Any) -> None:
-    own = {name: of_layer.pop(name, False) for name in ("truncate", "by_path")}
-    LatentTreeAttention(*rows, **own)(q, cache, **of_layer)
+    truncate = of_layer.pop("truncate", False)
+    LatentTreeAttention(*rows, truncate=truncate)(q, cache, **of_layer)
 
 
 make_case = partial(make_latent_case, attend)
@@ -30,13 +29,7 @@ make_case = partial(make_latent_case, attend)
 class TestLatentAttention(AttentionChecks):
     kernel = "cpu"
     make = staticmethod(make_case)
-    ways = ({}, {"by_path": True})
     contexts = (0, 1, 31, 32, 33, 95, 200)
-
-
-class TestOrderOfPositions(PositionChecks):
-    make = staticmethod(make_case)
-    layouts = ({"dtype": torch.bfloat16, "heads": 1}, {"dtype": torch.float16, "heads": 3}, {})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from attention_checks import FeatureChecks, assert_matches, rounds_as
 from attention_inputs import tree_mask
 from packed_cases import make_case
-from position_checks import FeaturePositionChecks
+from position_checks import PositionChecks
 from tree_shapes import chain, random_tree
 
 from dyntree_kernels.cpu.attention import PackedCache, TreeAttention
@@ -29,7 +29,7 @@ class TestTreeAttention(FeatureChecks):
     contexts = (0, 1, 31, 32, 33, 95, 200)
 
 
-class TestOrderOfPositions(FeaturePositionChecks):
+class TestOrderOfPositions(PositionChecks):
     make = staticmethod(make_case)
     layouts = (
         {"kv_heads": 1, "group": 7},

@@ -66,5 +66,5 @@ def make_latent_case(
     for keys, at, blocks in zip(made.keys, made.seen, made.table, strict=True):
         stored[blocks[at // block_size], at % block_size] = keys.view(stored.dtype)[at, 0]
     values = [keys[..., : head_size - rope] for keys in made.keys]
-    of_case = dataclasses.replace(made, values=made.keys).of_case(device) | {"values": values}
+    of_case = made.of_case(device) | {"values": values}
     return LatentCase(kernel=kernel, cache=cache.to(device), **of_case)

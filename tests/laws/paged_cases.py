@@ -48,15 +48,11 @@ class Case(AttentionCase):
             self.q, self.kv_cache, self.block_table, self.ctx_lens, self.qo_indptr, self.bits,
         )  # fmt: skip
 
-    def attend(self, out: torch.Tensor, *, by_path: bool = False, **options: Any) -> None:
+    def attend(self, out: torch.Tensor, **options: Any) -> None:
         from dyntree_kernels.cuda.attention import tree_attention
-        from dyntree_kernels.cuda.path_attention import Paths, path_attention
 
-        run, (*given, bits) = tree_attention, self.arguments
-        if by_path:
-            run, bits = path_attention, Paths.of(bits)
         rows = max(mask.shape[0] for mask in self.masks)
-        run(*given, bits, out, self.features, max_rows=rows, **options)
+        tree_attention(*self.arguments, out, self.features, max_rows=rows, **options)
 
     def broken(self, request: int, position: int, part: str, value: float) -> Case:
         cache, size = self.kv_cache.clone(), self.kv_cache.shape[2]

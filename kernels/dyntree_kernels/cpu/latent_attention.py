@@ -24,52 +24,36 @@ from dyntree_kernels.cpu.attention import (
 )
 from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.layout import flat
-from dyntree_kernels.cpu.path_attention import (
-    forget,
-    move_to,
-    own_words,
-    row_spans,
-    sources,
-    span_word,
-    span_words,
-)
 from dyntree_kernels.cpu.simd import LANES, ROWS, accumulate, as_numpy, widen
 from dyntree_kernels.cpu.threads import use_torch_threads
 from dyntree_kernels.cpu.tiles import (
     ALL,
+    MASKED,
     TILE,
     ZERO,
     add_non_finite,
-    begin,
     divide,
     mask_scores,
     softmax_step,
-    tile_views,
 )
 from dyntree_kernels.features import LayerFeatures
-
-
-@compiled
-def _load_latent(rows, j, cache, steps, n, table, position):
-    """Copy a position into rows [TILE, D]. steps: of a block and of a position."""
-    place = position // n
-    block = np.int64(table[place]) if place < len(table) else np.int64(0)
-    at = block * steps[0] + position % n * steps[1]
-    for i in range(0, rows.shape[1], LANES):
-        widen(rows, j, i, cache, at + i)
 
 
 @compiled
 def _load_latents(rows, columns, cache, steps, n, table, start, seen):
     """Copy the TILE positions from `start` into rows [TILE, D] and columns [D, TILE].
 
-    Those outside the bit mask `seen` become zero.
+    Those outside the bit mask `seen` become zero. steps: of a block and of a position.
     """
     for j in range(TILE):
         if (seen >> np.uint32(j)) & np.uint32(1) == 0:
             rows[j, :] = ZERO
             continue
-        _load_latent(rows, j, cache, steps, n, table, start + j)
+        place = (start + j) // n
+        block = np.int64(table[place]) if place < len(table) else np.int64(0)
+        at = block * steps[0] + (start + j) % n * steps[1]
+        for i in range(0, rows.shape[1], LANES):
+            widen(rows, j, i, cache, at + i)
     for i in range(rows.shape[1]):
         for j in range(TILE):
             columns[i, j] = rows[j, i]
@@ -83,76 +67,39 @@ def _chunk_attention(q, cache, steps, n, table, ctx, bits, heads, out, workspace
     scaled. A row that sees no position gets zeros. bits: [rows / heads, words]. workspace, words:
     working memory.
     """
-    columns, latents, scores, state = tile_views(workspace, *q.shape)
-    begin(out, state, None, 0, heads)
+    rows, d = q.shape
+    tile_size = d * TILE
+    columns = workspace[:tile_size].reshape(d, TILE)
+    latents = workspace[tile_size : 2 * tile_size].reshape(TILE, d)
+    at = 2 * tile_size
+    scores = workspace[at : at + rows * TILE].reshape(rows, TILE)
+    at += rows * TILE
+    state = workspace[at : at + 2 * rows].reshape(rows, 2)  # maximum and sum of the weights
+    state[:, 0] = MASKED
+    state[:, 1] = ZERO
+    out[:, :] = ZERO
     for start in range(0, ctx + 32 * bits.shape[1], TILE):
-        seen, masked = ALL, start + TILE > ctx
-        if masked:
+        seen = ALL
+        if start + TILE > ctx:
             seen = seen_words(words, bits, heads, ctx, start, None)
             if seen == 0:
                 continue
         _load_latents(latents, columns, cache, steps, n, table, start, seen)
-        _attend_tile(q, columns, latents, words, masked, scores, out, state)
-    divide(out, state)
-
-
-@compiled
-def _attend_tile(q, columns, latents, words, masked, scores, out, state):
-    """Do one step of the online softmax, as does `tiles.attend_tile`."""
-    cleared = np.uint32(0)
-    scores[:, :] = ZERO
-    accumulate(scores, q, columns)
-    if masked:
-        mask_scores(scores, words)
-    softmax_step(scores, out, state)
-    if masked:
-        cleared = add_non_finite(out, scores, latents[:, : out.shape[1]], words)
-    accumulate(out, scores, latents)  # of latents, as many columns as `out` has
-    return cleared
-
-
-@compiled
-def _path_attention(q, cache, steps, n, table, ctx, bits, heads, out, workspace, words):
-    """Do as `_chunk_attention`, in the order of positions, as does `path_attention`."""
-    columns, latents, scores, state = tile_views(workspace, *q.shape)
-    begin(out, state, None, 0, heads)
-    count = bits.shape[0]
-    spans, (held, wanted) = np.empty((2, count), np.int64), np.empty((2, TILE), np.int64)
-    first, last = spans[0], spans[1]
-    chained = row_spans(bits, ctx, np.int64(1) << 62, 0, first, last)
-    for start in range(0, last.max(), TILE):
-        seen, shared, masked = ALL, chained or start + TILE <= ctx, start + TILE > last.min()
-        if shared and masked:
-            seen = span_words(words, first, last, heads, start)
-        _load_latents(latents, columns, cache, steps, n, table, start, seen)
-        for j in range(TILE):
-            held[j] = start + j
-        low, high = 0, q.shape[0]
-        for i in range(1 if shared else count):
-            if not shared:
-                word = span_word(first[i], last[i], start)
-                if word == 0:
-                    continue
-                low, high = own_words(words, i, heads, word)
-                sources(wanted, bits[i], ctx, start)
-                moved = move_to(held, wanted, word)
-                for j in range(TILE if moved != 0 else 0):
-                    if (moved >> np.uint32(j)) & np.uint32(1):
-                        _load_latent(latents, j, cache, steps, n, table, held[j])
-                        for d in range(columns.shape[0]):
-                            columns[d, j] = latents[j, d]
-            cleared = _attend_tile(
-                q[low:high], columns, latents, words[low:high], masked or not shared,
-                scores[low:high], out[low:high], state[low:high],
-            )  # fmt: skip
-            forget(held, cleared)
+        scores[:, :] = ZERO
+        accumulate(scores, q, columns)
+        if start + TILE > ctx:
+            mask_scores(scores, words)
+        softmax_step(scores, out, state)
+        if start + TILE > ctx:
+            add_non_finite(out, scores, latents[:, : out.shape[1]], words)
+        accumulate(out, scores, latents)  # of latents, as many columns as `out` has
     divide(out, state)
 
 
 @compiled(parallel=True, nogil=True)
 def _latent_attention(
     q, q_step, cache, steps, n, sizes, block_table, ctx_lens, qo_indptr, bits, heads, chunk, out,
-    out_step, scale, workspace, words, truncate, by_path,
+    out_step, scale, workspace, words, truncate,
 ):  # fmt: skip
     threads, (d, v) = workspace.shape[0], sizes
     for thread in numba.prange(threads):
@@ -173,15 +120,11 @@ def _latent_attention(
                 queries = space[: rows * d].reshape(rows, d)
                 result = space[rows * d : rows * (d + v)].reshape(rows, v)
                 load_rows(queries, q, q_step, first, 0, heads, count * heads, scale)
-                chunk_of = (
+                _chunk_attention(
                     queries, cache, steps, n, block_table[r], np.int64(ctx_lens[r]),
                     bits[first : first + count], heads, result, space[rows * (d + v) :],
                     words[thread],
                 )  # fmt: skip
-                if by_path is None:
-                    _chunk_attention(*chunk_of)
-                else:
-                    _path_attention(*chunk_of)
                 store_rows(result, out, out_step, first, 0, heads, count * heads, truncate)
 
 
@@ -219,5 +162,5 @@ class LatentTreeAttention(TreeAttention):
             rows_of(q), q.stride(0), as_numpy(flat(cache)), cache.stride()[:2], cache.shape[1],
             (d, v), self._block_table, self._ctx_lens, self._qo_indptr, self._bits, heads, chunk,
             rows_of(out), out.stride(0), np.float32(features.scale), self._floats, self._words,
-            self._truncates(out), self._by_path,
+            self._truncates(out),
         )  # fmt: skip

@@ -52,7 +52,7 @@ def row_spans(bits, ctx, window, place, first, last):
 
 
 @compiled
-def span_word(first, last, start):
+def _span_word(first, last, start):
     """Return the bits of the TILE positions from `start` that lie in first : last."""
     low, high = max(first - start, 0), min(last - start, TILE)
     if low >= high:
@@ -65,7 +65,7 @@ def span_words(words, first, last, heads, start):
     """Fill `words` [rows] as does `attention.seen_words`, for the spans of `row_spans`."""
     seen = _NONE
     for i in range(first.shape[0]):
-        word = span_word(first[i], last[i], start)
+        word = _span_word(first[i], last[i], start)
         seen |= word
         words[i * heads : (i + 1) * heads] = word
     return seen
@@ -88,26 +88,6 @@ def sources(found, bits, ctx, start):
                 found[at] = ctx + 32 * word + highest_bit(np.uint64(lowest))
             rest &= rest - _ONE
             at += 1
-
-
-@compiled
-def move_to(held, wanted, word):
-    """Let held [TILE], where the positions of a tile come from, be ``wanted`` in those that `word`
-    has. Return the bits of those that came from elsewhere."""
-    moved = _NONE
-    for j in range(TILE):
-        if (word >> np.uint32(j)) & _ONE and held[j] != wanted[j]:
-            held[j] = wanted[j]
-            moved |= _ONE << np.uint32(j)
-    return moved
-
-
-@compiled
-def forget(held, cleared):
-    """Let positions whose values were cleared be loaded again."""
-    for j in range(TILE if cleared != _NONE else 0):
-        if (cleared >> np.uint32(j)) & _ONE:
-            held[j] = -1
 
 
 @compiled
@@ -168,14 +148,14 @@ def path_attention(
         low, high = 0, rows
         for i in range(1 if shared else count):
             if not shared:
-                word = span_word(first[i], last[i], start)
+                word = _span_word(first[i], last[i], start)
                 if word == _NONE:
                     continue
                 low, high = own_words(words, i, heads, word)
                 sources(wanted, bits[i], ctx, start)
-                moved = move_to(held, wanted, word)
-                for j in range(TILE if moved != _NONE else 0):
-                    if (moved >> np.uint32(j)) & _ONE:
+                for j in range(TILE):
+                    if (word >> np.uint32(j)) & _ONE and held[j] != wanted[j]:
+                        held[j] = wanted[j]
                         page = held[j] // n
                         block = np.int64(table[page]) if page < len(table) else np.int64(0)
                         _load_position(
@@ -186,5 +166,7 @@ def path_attention(
                 q[low:high], tile_keys, tile_values, words[low:high], masked or not shared,
                 beyond, scores[low:high], out[low:high], state[low:high],
             )  # fmt: skip
-            forget(held, cleared)
+            for j in range(TILE if cleared != _NONE else 0):
+                if (cleared >> np.uint32(j)) & _ONE:
+                    held[j] = -1
     divide(out, state)
