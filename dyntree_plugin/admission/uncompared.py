@@ -16,6 +16,9 @@ class _Row(NamedTuple):
 
 
 _OPTIONS = {
+    "tensor_parallel_size": _Row(
+        lambda c: c.parallel_config.tensor_parallel_size, lambda ranks: ranks > 1, "set it to 1"
+    ),
     "pipeline_parallel_size": _Row(
         lambda c: c.parallel_config.pipeline_parallel_size, lambda stages: stages > 1, "set it to 1"
     ),
@@ -32,6 +35,15 @@ _OPTIONS = {
         bool,
         "draft by method ngram",
     ),
+    "quantization": _Row(
+        lambda c: c.model_config.quantization, bool, "use a checkpoint in bfloat16 or float32"
+    ),
+    "supports_multimodal_inputs": _Row(
+        lambda c: c.model_config.supports_multimodal_inputs,
+        bool,
+        "for text alone use --language-model-only",
+    ),
+    "uses_mrope": _Row(lambda c: c.model_config.uses_mrope, bool, "use another model"),
     "enable_lora": _Row(lambda c: c.lora_config is not None, bool, "leave it out"),
     "kv_transfer_config": _Row(lambda c: c.kv_transfer_config is not None, bool, "leave it out"),
     "mamba_cache_dtype": _Row(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,8 +139,8 @@ class TreeStage(AdapterRows):
         if batch.num_draft_tokens:
             self.clock.start("place")
             of_rows = batch.positions.clone() if self._uses_mrope else None
-            mask = place_nodes(batch, self.place_rows)
-            self.step.mask = replace(mask, same_bits=self.plan.same_bits)
+            same_bits = self.plan.same_bits
+            self.step.mask = place_nodes(batch, self.place_rows, same_bits=same_bits)
             self.step.shift = None if of_rows is None else batch.positions - of_rows
         elif self.plan.same_bits:
             self.step.mask = without_trees(batch)

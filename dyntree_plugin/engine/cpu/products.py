@@ -8,8 +8,8 @@ rows and 1 and 2 threads, and with oneDNN limited to AVX-512 and AVX2, rows have
 - of oneDNN's in bfloat16 with AMX up to 32 rows;
 - of oneDNN's else from 2 rows on.
 
-So products have at least `LEAST` rows, and the second of these at most `MOST_ON_TILES`. SGLang's
-kernel takes as long as oneDNN's within the error, and blocks of 32 rows take two to three times as
+So products have at least `LEAST` rows, the second of these at most `MOST_ON_TILES`. On a machine
+with other work SGLang's kernel took as long as oneDNN's, and blocks of 32 rows two to five times as
 long for a prompt, so that they are for weights that SGLang's kernel does not take.
 """
 
@@ -130,12 +130,8 @@ def _of(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out[: shape.numel()].view(*shape, out.shape[1])
 
 
-def _shaped(x: torch.Tensor, _: torch.Tensor, __: torch.Tensor | None, n: int) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], n)
-
-
-def _shaped_in_blocks(
-    x: torch.Tensor, _: torch.Tensor, __: torch.Tensor | None, n: int, most: int
+def _shaped(
+    x: torch.Tensor, _: torch.Tensor, __: torch.Tensor | None, n: int, *most: int
 ) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], n)
 
@@ -147,10 +143,5 @@ direct_register_custom_op(
     "packed_product", _packed_product, [], _shaped, target_lib=_LIBRARY, dispatch_key="CPU"
 )
 direct_register_custom_op(
-    "onednn_product",
-    _onednn_product,
-    [],
-    _shaped_in_blocks,
-    target_lib=_LIBRARY,
-    dispatch_key="CPU",
+    "onednn_product", _onednn_product, [], _shaped, target_lib=_LIBRARY, dispatch_key="CPU"
 )

@@ -21,7 +21,7 @@ class PlaceRows(Protocol):
         ...
 
 
-def place_nodes(batch: InputBatch, place_rows: PlaceRows) -> TreeMask:
+def place_nodes(batch: InputBatch, place_rows: PlaceRows, *, same_bits: bool) -> TreeMask:
     """Turn the linear positions of a batch with drafts into those of tree nodes; make the mask."""
     drafts = batch.num_draft_tokens_per_req
     if drafts is None:
@@ -33,9 +33,8 @@ def place_nodes(batch: InputBatch, place_rows: PlaceRows) -> TreeMask:
     # A request has at least its drafts' rows and one more: none has others if the sums agree.
     has_plain = drafted < requests or batch.num_tokens != batch.num_draft_tokens + requests
     has_plain = has_plain or bool(batch.is_prefilling_np[:requests].any())
-    return TreeMask(
-        *place_rows(batch, all_trees=not has_plain), has_plain=has_plain, drafted=drafted
-    )
+    ctx_lens, ancestor_bits = place_rows(batch, all_trees=not has_plain)
+    return TreeMask(ctx_lens, ancestor_bits, has_plain, drafted=drafted, same_bits=same_bits)
 
 
 def without_trees(batch: InputBatch) -> TreeMask:

@@ -35,9 +35,9 @@ def test_dense_models_are_admitted_on_a_cpu(build: Build, dtype: str) -> None:
 
 @pytest.mark.parametrize("refusal", ON_CPU, ids=lambda refusal: refusal.option)
 def test_one_change_is_refused_with_its_option_and_advice(build: Build, refusal: Any) -> None:
-    config = changed(build(dyntree=BITS), *CHANGES[refusal.option])
-    (reason,) = bits_refusals(config, "cpu")
-    assert reason.startswith(f"with dyntree.exactness='bits' {refusal.option}=")
+    (option,) = (name for name in CHANGES if refusal.option == f"dyntree.exactness, {name}")
+    (reason,) = bits_refusals(changed(build(dyntree=BITS), *CHANGES[option]), "cpu")
+    assert reason.startswith(f"dyntree.exactness, {option}=('bits', ")
     assert refusal.advice in reason
 
 
