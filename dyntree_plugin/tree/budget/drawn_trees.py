@@ -66,7 +66,7 @@ class DrawnTreeChoice:
         counts = np.zeros(requests, dtype=np.int64)
         limits = Limits(0.0, requests * nodes)
         if self.rate is not None and self._worth.table is not None:
-            row = self._worth.table[min(self.forwards, forwards)]
+            row = self._worth.table[self.forwards]
             last = row[self._nodes] - row[self._nodes - 1] if self._nodes else 1.0
             limits = Limits(SLACK * float(last), requests * self._nodes)
         counts[drawn] = valued_counts(chances[drawn], limits)
