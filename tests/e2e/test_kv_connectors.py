@@ -18,9 +18,11 @@ from dyntree_plugin import pair
 
 pytestmark = pytest.mark.e2e
 
-BLOCK = 32
+BLOCK, BEST = 32, 5
 REQUESTS = [
-    Request(PROMPTS[n], {"max_tokens": 110, "ignore_eos": True, "logprobs": 5, **sampling}, keep=40)
+    Request(
+        PROMPTS[n], {"max_tokens": 110, "ignore_eos": True, "logprobs": BEST, **sampling}, keep=40
+    )
     for n, sampling in enumerate([{"temperature": 0}, {"temperature": 1, "seed": 1}] * 4)
 ]
 LONG = [
@@ -123,15 +125,15 @@ def answers(result: Result) -> list[tuple[list[int], list[list[int]]]]:
 
 
 def apart(found: Result, wanted: Result) -> list[float]:
-    """Return by how much the first logprobs of each answer differ. They are of the answer's token
-    and of the best ones, among which it may be."""
+    """Return by how much the first logprobs of each answer differ."""
 
     def first(output: Output | None) -> list[float]:
         assert output is not None
-        return output.logprobs[0][0]
+        # There is one more where the answer's token is not among the best.
+        return output.logprobs[0][0][: 1 + BEST]
 
     pairs = zip(map(first, found.outputs), map(first, wanted.outputs), strict=True)
-    return [max(abs(x - y) for x, y in zip(*pair, strict=False)) for pair in pairs]
+    return [max(abs(x - y) for x, y in zip(*pair, strict=True)) for pair in pairs]
 
 
 Plain = Callable[[str], Mapping[str, Result]]

@@ -106,6 +106,7 @@ RECURRENT: dict[str, Callable[[Path], Path]] = {
     [
         *((kind, "fp8 of blocks") for kind in RECURRENT),
         *((kind, form) for kind in ("nemotron_h", "qwen3_5_moe") for form in ("awq", "gptq")),
+        ("nemotron_h", "compressed int8"),
     ],
 )
 def test_the_tokens_are_those_of_a_quantised_recurrent_target_but_for_ties(

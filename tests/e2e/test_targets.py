@@ -190,7 +190,9 @@ def _with_scales(folder: Path, kind: str) -> Path:
 
 def _with_int8(folder: Path, kind: str) -> Path:
     if torch.cpu._is_amx_tile_supported():
-        pytest.skip("vLLM's int8 products take 16-bit types alone with AMX; this compares in fp32")
+        pytest.skip(
+            "with AMX vLLM takes int8 in 16-bit types alone; test_quantized.py compares them"
+        )
     return with_weights(folder, kind)
 
 
