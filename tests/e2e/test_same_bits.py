@@ -56,6 +56,7 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
         TREES,
     ),
     "head": (workload.with_head(pair.paths()["eagle3"], **BITS), TREES),
+    "vLLM": (workload.without_tree(), {"its own": Run(REQUESTS)}),
     "compiled": (workload.tree(**BITS) | {"enforce_eager": False}, {"plain": PLAIN, **TREES}),
 }
 SLOW = {"head", "compiled"}
@@ -63,7 +64,7 @@ RUNS = [
     (engine, name)
     for engine, (_, runs) in ENGINES.items()
     for name, run in runs.items()
-    if run.sabotage is None and name != "plain"
+    if engine != "vLLM" and run.sabotage is None and name != "plain"
 ]
 Served = Callable[[str, str], Mapping[str, Result]]
 
@@ -104,11 +105,14 @@ def test_bfloat16_answers_have_the_same_bits(engine: str, name: str, served: Ser
 
 
 @pytest.mark.slow
-def test_float32_answers_have_the_same_bits(served: Served) -> None:
+def test_float32_answers_have_the_same_bits_and_the_tokens_of_vllm(served: Served) -> None:
     results = served("tree", "float32")
     for name in ("trees", "trees in batches of 5", "plain alone"):
         run = ENGINES["tree"][1][name]
         assert differing(run, results[name], results["plain"]) == [], name
+    (of_vllm,) = served("vLLM", "float32").values()
+    tokens = [[each.tokens for each in run.outputs if each] for run in (of_vllm, results["plain"])]
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("broken", [each.__name__ for each in sabotage_of_bits.BROKEN])
