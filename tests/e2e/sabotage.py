@@ -69,8 +69,8 @@ def placing(change: Any) -> Iterator[None]:
 
     stock = stage.place_nodes
 
-    def place(batch: Any, *given: Any) -> Any:
-        return change(batch, lambda: stock(batch, *given))
+    def place(batch: Any, *given: Any, **named: Any) -> Any:
+        return change(batch, lambda: stock(batch, *given, **named))
 
     with mock.patch.object(stage, "place_nodes", place):
         yield
