@@ -23,6 +23,7 @@ import vllm.v1.worker.cpu_worker  # noqa: F401
 from numba.core.dispatcher import Dispatcher
 from vllm.config.logging import LoggingConfig
 from vllm.logger import configure_logging_if_needed
+from vllm.model_executor.models import registry
 from vllm.triton_utils import dispatcher
 
 import vllm_cpu_runner
@@ -73,6 +74,8 @@ def kept_without_threads(kernel: Any) -> Iterator[Any]:
 
 
 module._rebind_kernels = rebind_kernels
+# vLLM reads an architecture in a new process, which imports vLLM first: 8 s of CPU time each.
+registry._run_in_subprocess = lambda read: read()
 numba.njit(lambda value: value)(0)  # With its first function numba imports what loads the others.
 load_kernels()
 configure_logging_if_needed(LoggingConfig())
