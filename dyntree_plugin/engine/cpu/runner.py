@@ -6,10 +6,11 @@ from __future__ import annotations
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
@@ -22,6 +23,7 @@ from dyntree_plugin.admission.node_limit import node_limit
 from dyntree_plugin.admission.request_limits import WORD_TOKENS_ON_CPU
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.configuration import sizes_single_trees
+from dyntree_plugin.engine.cpu.norms import in_one_call
 from dyntree_plugin.engine.cpu.ops import CPUOps
 from dyntree_plugin.engine.earlier_stage import EarlierStage
 from dyntree_plugin.engine.grammar.compiling import GrammarCompiler
@@ -53,6 +55,13 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         nodes = self.num_speculative_steps
         self._node_limits = torch.full((self.max_num_reqs,), nodes, dtype=torch.int64)
         return CPUOps(self._budget)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self.compilation_config.mode == CompilationMode.NONE:
+            drafts = [self.speculator, *getattr(self.speculator, "further", ())]
+            for model in filter(None, (getattr(each, "model", None) for each in drafts)):
+                in_one_call(model)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
