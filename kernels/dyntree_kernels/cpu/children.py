@@ -20,7 +20,7 @@ from dyntree_kernels.cpu.gumbel import add_noise
 from dyntree_kernels.cpu.simd import exp, to_float
 
 _BLOCK = 1024  # scores that are processed together; they fit in L1
-_SPAN = 64  # scores that are compared together with the worst of the best ones
+SPAN = 64  # scores that are compared together with the worst of the best ones
 _ZERO = np.float32(0)
 _NONE = np.float32(-np.inf)
 _MAX_FEATURE = 20.0
@@ -60,17 +60,18 @@ def _insert(best, tokens, score, token):
 
 
 @compiled
-def _rank(scores, first, best, tokens):
-    """Merge scores into the best, in descending order. Of equals, the lowest token is first."""
+def rank(scores, first, best, tokens):
+    """Merge scores, a multiple of SPAN, into the best, in descending order. Of equals, the lowest
+    token is first."""
     last = best.shape[0] - 1
-    for start in range(0, scores.shape[0], _SPAN):
-        span = scores[start : start + _SPAN]
+    for start in range(0, scores.shape[0], SPAN):
+        span = scores[start : start + SPAN]
         least = best[last]
         better = np.int32(0)
-        for i in range(_SPAN):
+        for i in range(SPAN):
             better += np.int32(span[i] > least)
         if better > 0:
-            for i in range(_SPAN):
+            for i in range(SPAN):
                 if span[i] > best[last]:
                     _insert(best, tokens, span[i], first + start + i)
 
@@ -95,12 +96,12 @@ def best_scores(logits, temperature, noisy, seed, position, best, tokens):
     total, top = 0.0, _NONE
     for first in range(0, logits.shape[0], _BLOCK):
         block = logits[first : first + _BLOCK]
-        rows = (block.shape[0] + _SPAN - 1) // _SPAN * _SPAN
+        rows = (block.shape[0] + SPAN - 1) // SPAN * SPAN
         filled = scores[:rows]
         _load_scores(filled, block, temperature, noisy, seed, position, first)
         if _has_nan(filled):
             return np.nan
-        _rank(filled, first, best, tokens)
+        rank(filled, first, best, tokens)
         if best[0] > top:
             total *= math.exp(top - best[0])
             top = best[0]

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from dyntree_kernels.contracts import DRAFT, KINDS, BatchRows
-from dyntree_kernels.cpu.children import best_scores
+from dyntree_kernels.cpu.children import SPAN, best_scores, rank
 from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.grafts import clamp, log_probability
 from dyntree_kernels.cpu.gumbel import add_noise
-from dyntree_kernels.cpu.simd import as_numpy, to_float
+from dyntree_kernels.cpu.simd import as_numpy, exp, to_float
 from dyntree_kernels.cpu.threads import use_torch_threads
 from dyntree_kernels.drawn import LEAST_BESIDE, LEAST_LEFT, STEP, DrawnTrees, check
 
@@ -28,16 +28,34 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 _NONE = np.float32(-np.inf)
 _BELOW_ONE = 1 - 2.0**-24
 _NEGLIGIBLE = np.float32(104)  # as exp(-104) is 0 in float32
-_BINS = 2048  # of scores; a row's best 1,024 end in one of few scores
+_BINS = 2048  # of scores, few of which share one
+_FEW = 32  # keys that are sorted by insertion
 _BINS_PER_NAT, _LAST_BIN = np.float32(_BINS) / _NEGLIGIBLE, np.float32(_BINS)
 _NANOSECONDS = 4  # per entry; use_torch_threads counts operations of about a nanosecond
 
 
+@compiled
+def _sort(keys, first, end):
+    """Sort keys[first:end]. To call numba's sort takes longer than to sort a few."""
+    if end - first > _FEW:
+        keys[first:end].sort()
+        return
+    for i in range(first + 1, end):
+        key, at = keys[i], i
+        while at > first and keys[at - 1] > key:
+            keys[at] = keys[at - 1]
+            at -= 1
+        keys[at] = key
+
+
 @compiled(error_model="numpy")
 def _offered(logits, temperature, scores, tokens):
-    """Fill scores and tokens [L] with the best of a row, in descending order, and the rest with
-    -inf. Of equals, the lowest token is first. Returns whether the row has a distribution; they
-    are not filled if it has none."""
+    """Fill scores and tokens [L] with the best of a row, in descending order, and return their
+    number; 0 for a row without a distribution. Of equals, the lowest token is first. Scores that
+    are negligible beside the best one may be left out.
+
+    A histogram leaves few scores of a bin to be sorted: numba sorts 1,024 in 25 us.
+    """
     row, top, sound = np.empty(logits.shape[0], np.float32), _NONE, True
     for i in range(row.shape[0]):
         score = to_float(logits[i]) / temperature + _ZERO  # never -0, whose bits are not those of 0
@@ -45,66 +63,47 @@ def _offered(logits, temperature, scores, tokens):
         sound &= score < np.inf
         top = score if score > top else top
     if not (sound and top > _NONE):
-        return False
-    least, equals = _least(row, top, scores.shape[0])
-    # Keys ascend as scores descend, and those of equal scores as tokens ascend.
-    keys, count, bits = np.empty(scores.shape[0], np.uint64), 0, row.view(np.uint32)
+        return 0
+    bins, ends = np.empty(row.shape[0], np.int32), np.zeros(_BINS + 2, np.int32)
     for i in range(row.shape[0]):
-        if row[i] < least or count == keys.shape[0]:
-            continue
-        if row[i] == least:
-            if equals == 0:
-                continue
-            equals -= 1
-        descending = bits[i] if bits[i] >> np.uint32(31) else bits[i] ^ np.uint32(0x7FFFFFFF)
-        keys[count] = np.uint64(descending) << np.uint64(32) | np.uint64(i)
-        count += 1
-    keys[:count].sort()
-    scores[:], tokens[:] = _NONE, 0
+        bins[i] = np.int32(min((top - row[i]) * _BINS_PER_NAT, _LAST_BIN))
+    for i in range(row.shape[0]):
+        ends[bins[i] + 1] += 1
+    used = 0
+    while used < _BINS and ends[used] < scores.shape[0]:
+        ends[used + 1] += ends[used]
+        used += 1
+    # Keys ascend as scores descend, and those of equal scores as tokens ascend. What stands at the
+    # end of a bin so far is where its next key goes.
+    keys, bits, last = np.empty(ends[used], np.uint64), row.view(np.uint32), ends[:used].copy()
+    for i in range(row.shape[0]):
+        if bins[i] < used:
+            descending = bits[i] if bits[i] >> np.uint32(31) else bits[i] ^ np.uint32(0x7FFFFFFF)
+            keys[last[bins[i]]] = np.uint64(descending) << np.uint64(32) | np.uint64(i)
+            last[bins[i]] += 1
+    for at in range(used):
+        _sort(keys, ends[at], ends[at + 1])
+    count = min(keys.shape[0], scores.shape[0])
     for i in range(count):
         tokens[i] = keys[i] & np.uint64(0xFFFFFFFF)
         scores[i] = row[tokens[i]]
-    return True
+    return count
 
 
-@compiled(error_model="numpy")
-def _least(row, top, size):
-    """Return the least of the `size` best scores of a row [V], and how many of its equals are among
-    them. If fewer are not negligible beside the best, top, then what is negligible, and 0.
-
-    A histogram leaves few scores to be sorted: numba takes 25 to 45 ns for each of a partition.
-    """
-    counts = np.zeros(_BINS + 1, np.int32)
-    for i in range(row.shape[0]):
-        counts[np.int32(min((top - row[i]) * _BINS_PER_NAT, _LAST_BIN))] += 1
-    left, place = size, 0
-    while place < _BINS and counts[place] <= left:
-        left -= counts[place]
-        place += 1
-    if place == _BINS:
-        return top - _NEGLIGIBLE, 0
-    some, count = np.empty(counts[place], np.float32), 0
-    for i in range(row.shape[0]):
-        if np.int32(min((top - row[i]) * _BINS_PER_NAT, _LAST_BIN)) == place:
-            some[count] = row[i]
-            count += 1
-    some.sort()
-    least = some[count - max(left, 1)]
-    return least, left - np.sum(some > least)
-
-
-@compiled(error_model="numpy")
+@compiled(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 def _fill(best, found, tokens, chances):
-    """Fill tokens and chances [L] with the softmax of the best scores [L], of tokens found [L], and
+    """Fill tokens and chances [L] with the softmax of the best scores [N], of tokens found [N], and
     return its entropy in nats."""
-    total, weighted = 0.0, 0.0
-    for i in range(best.shape[0]):
-        weight = math.exp(best[i] - best[0])
-        total += weight
-        weighted += weight * (best[i] - best[0]) if weight > 0 else 0.0
-    for i in range(best.shape[0]):
-        chances[i] = math.exp(best[i] - best[0]) / total
+    count, total, weighted = best.shape[0], _ZERO, _ZERO
+    for i in range(count):
+        below = best[i] - best[0]
+        chances[i] = exp(below)
+        total += chances[i]
+        weighted += chances[i] * below
+    for i in range(count):
+        chances[i] /= total
         tokens[i] = found[i] if chances[i] > _ZERO else -1
+    tokens[count:], chances[count:] = -1, _ZERO
     return math.log(total) - weighted / total
 
 
@@ -149,12 +148,16 @@ def draw_children(
             continue
         offered, chances = draft_tokens[slots[r], e], draft_chances[slots[r], e]
         edges[r, e] = _NONE
-        scores, found = np.empty(size, np.float32), np.empty(size, np.int64)
+        scores, found = np.full(-(-size // SPAN) * SPAN, _NONE), np.empty(size, np.int64)
         own = logits[row * step : row * step + vocab]
-        if not _offered(own, temperatures[r], scores, found):
+        count = _offered(own, temperatures[r], scores[:size], found)
+        if count == 0:
             continue
-        entropy = _fill(scores, found, offered, chances)
-        add_noise(scores, seeds[e, r], positions[r], 0)
+        entropy = _fill(scores[:count], found[:count], offered, chances)
+        add_noise(scores[:count], seeds[e, r], positions[r], 0)
+        drawn = 1 if chained[r] else children
+        best, places = np.full(drawn, _NONE), np.zeros(drawn, np.int64)
+        rank(scores, 0, best, places)
         known, of_class = np.empty(2, np.float32), np.array([0.0, 1.0, 0.1], np.float32)
         if weights.shape[0] > 0:
             of_class = weights[classes[r] * KINDS + DRAFT]
@@ -162,11 +165,10 @@ def draw_children(
         if e > 0:
             node = nodes[r, e] - grafted
             above = changes[r, node // children, node % children]
-        for k in range(1 if chained[r] else children):
-            place = np.argmax(scores)
-            if scores[place] == _NONE or left < LEAST_LEFT:
+        for k in range(drawn):
+            place = places[k]
+            if best[k] == _NONE or left < LEAST_LEFT:
                 break
-            scores[place] = _NONE
             known[0], known[1] = _usual_logit(k, entropy, left), 0.0
             before = log_probability(of_class, known)
             known[1] = clamp(entropy + math.log(chances[place] / left), -8.0, 4.0)
