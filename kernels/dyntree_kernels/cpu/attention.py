@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numba
@@ -305,9 +306,19 @@ def _beyond(
     return window, np.float32(features.soft_cap or 0), sinks.detach().float().contiguous().numpy()
 
 
-def _scales(features: LayerFeatures, kv_heads: int) -> np.ndarray[Any, Any]:
+@cache
+def _scale(scale: float, kv_heads: int) -> np.ndarray[Any, Any]:
+    """Return the factors of a layer without scales of its own; the array must stay as it is."""
     found = np.ones((2, kv_heads), np.float32)
-    found[0] = features.scale
+    found[0] = scale
+    return found
+
+
+def _scales(features: LayerFeatures, kv_heads: int) -> np.ndarray[Any, Any]:
+    found = _scale(features.scale, kv_heads)
+    if not features.beyond & SCALES:
+        return found
+    found = found.copy()
     for row, name in enumerate(("key_scale", "value_scale")):
         if (scale := features.of_heads(name, kv_heads)) is not None:
             found[row] *= scale.detach().numpy()
