@@ -190,6 +190,10 @@ class StepGrowth(Protocol):
         """Begin a step's growth over the first ``requests`` of `GrowthSettings.of_requests`."""
         ...
 
+    def narrow(self) -> bool:
+        """Give forwards one row per request if all trees are chains; return whether they are."""
+        return False
+
     def graft(self, trie: Trie) -> None:
         """Add the nodes of ``trie`` [R, `GrowthSettings.grafts`] to trees that may branch.
 

@@ -88,3 +88,68 @@ def test_a_step_that_stops_before_a_pick_keeps_what_was_picked() -> None:
     ours.start().pick(CASE.logits()[0])
     ours.expand(ours.widths[0])
     same_trees(ours.finish(), expected)
+
+
+class OtherNoise(CompiledGrowth):
+    """Draws a narrow chain with the noise of whatever expansion has its number."""
+
+    def narrow(self) -> bool:
+        seeds = self._seeds
+        found = super().narrow()
+        self._seeds = seeds
+        return found
+
+
+def narrow_chains(case: Case, kind: Any = CompiledGrowth) -> Step:
+    """Grow chains in forwards of one row for each request."""
+    ours, (first, *others) = Step(case, kind).start(), case.logits()
+    assert ours.growth.narrow()
+    ours.pick(first)
+    for width, logits in zip(ours.widths, others, strict=True):
+        ours.expand(1)
+        ours.pick(logits[::width])
+    return ours.finish()
+
+
+def offered(step: Step) -> list[torch.Tensor]:
+    """Return what the nodes of the step's trees were drawn from."""
+    assert step.draws is not None
+    origins, slots = step.draws.origins[step.slots], step.slots[:, None]
+    return [each[slots, origins] for each in step.draws.distributions]
+
+
+DRAWN_CHAINS = Case(
+    TreeShape(node_budget=6, max_depth=6, width=3, children=3),
+    room=(80, 80),
+    temperatures=(1.0, 0.7),
+    draws=True,
+)
+CHAINS = replace(CASE, chained=(0, 1))
+
+
+def test_narrow_chains_are_those_of_wide_forwards() -> None:
+    for case in (CHAINS, DRAWN_CHAINS, replace(DRAWN_CHAINS, seed=1)):
+        ours, wide = narrow_chains(case), Step(case, CompiledGrowth).run()
+        same_trees(ours, wide)
+        assert ours.tree().counts.min() > 2
+        if case.draws:
+            for own, other in zip(offered(ours), offered(wide), strict=True):
+                assert torch.equal(own, other)
+
+
+def test_narrow_chains_with_the_noise_of_other_expansions_are_others() -> None:
+    """Control."""
+    wide = Step(DRAWN_CHAINS, CompiledGrowth).run()
+    assert not torch.equal(narrow_chains(DRAWN_CHAINS, OtherNoise).tokens, wide.tokens)
+
+
+def test_forwards_stay_wide_beside_a_tree() -> None:
+    for case in (CASE, replace(DRAWN_CHAINS, temperatures=(1.0, 0.0))):
+        assert not Step(case, CompiledGrowth).start().growth.narrow()
+    step = Step(DRAWN_CHAINS, CompiledGrowth).start()
+    assert step.growth.narrow()
+    wide = replace(step.case, temperatures=(0.0, 0.0))
+    step.case = wide
+    assert not step.start().growth.narrow()
+    step.run()
+    same_trees(step, Step(wide, CompiledGrowth).run())

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import torch
 
+from dyntree_kernels.contracts import StepGrowth
 from dyntree_kernels.tries import Trie
 from dyntree_plugin.engine.drawn.store import DrawStore
 from dyntree_plugin.engine.step.rows import PAD_SLOT, GrowthMemory
@@ -15,7 +16,7 @@ from dyntree_plugin.tree.growth.base import Growth
 from dyntree_plugin.tree.token_tree import NO_VALUE
 
 
-class TensorGrowth:
+class TensorGrowth(StepGrowth):
     """Grow the trees of a plan with the plan's growth, and store them.
 
     Its state is made anew by every `start`, so that it can be captured only as a whole.

@@ -66,6 +66,7 @@ class DraftStages:
         self._tries = tries
         self._chained = chained
         self._pays = pays
+        self._narrow = False  # whether the step's forwards have one row of each request
         # Kernels that verification has compiled read paths of the same form.
         most = len(of_requests.slots)
         self._paths = DraftPaths(most, sum(self._widths), max_depth, self.device)
@@ -95,14 +96,17 @@ class DraftStages:
         """Catch up in a batch with prompts; it has no graph."""
         self._draft.follow_prompts(step)
 
-    def root(self, requests: Requests, rank: Rank | None = None) -> None:
-        """Start the trees; ``rank``: None to rank the draft's logits as they are."""
+    def root(self, requests: Requests, rank: Rank | None = None, *, narrow: bool = False) -> None:
+        """Start the trees; ``rank``: None to rank the draft's logits as they are. ``narrow``:
+        whether forwards may have one row of each request where all trees are chains."""
         logits = self.root_logits(requests)
+        self._narrow = narrow and not self.block and self._growth.narrow()
         if logits is not None:
             self.pick_roots(requests, logits, rank)
 
     def root_logits(self, requests: Requests) -> torch.Tensor | None:
         """Start the trees, and return the draft's logits after the roots; None without a draft."""
+        self._narrow = False
         if self._writer is not None:
             self._writer.begin(requests, self._chained)
         elif self._tries is not None:
@@ -172,15 +176,16 @@ class DraftStages:
     def _rows(self, requests: Requests, number: int) -> TreeRows:
         if self._writer is None:
             raise RuntimeError("without a draft model there are no rows")
-        return self._writer.rows(len(requests.packed), self._widths[number])
+        return self._writer.rows(len(requests.packed), 1 if self._narrow else self._widths[number])
 
     def _shape(self, requests: Requests, number: int) -> tuple[int, int]:
         """Return the number of requests, and the first expansion of a forward."""
-        return len(requests.packed), expansions_of(self._widths, number + 1)[0]
+        first = 1 + number if self._narrow else expansions_of(self._widths, number + 1)[0]
+        return len(requests.packed), first
 
     def _paths_of(self, requests: Requests, number: int, rows: TreeRows) -> Paths:
-        first = sum(self._widths[:number])
-        return self._paths.add(len(requests.packed), first, rows.ids, rows.ancestor_bits)
+        count, first = self._shape(requests, number)
+        return self._paths.add(count, first - 1, rows.ids, rows.ancestor_bits)
 
     @property
     def _draft(self) -> NodeSource:
@@ -203,7 +208,7 @@ class Eager:
         self._stages.catch_up(self._requests, step.emitted)
 
     def root(self) -> None:
-        self._stages.root(self._requests, self._rank)
+        self._stages.root(self._requests, self._rank, narrow=True)
 
     def forward(self, number: int) -> bool:
         return self._stages.forward(self._requests, number, self._rank)

@@ -213,7 +213,8 @@ class CompiledGrowth(StepGrowth):
         requests, children = len(settings.of_requests.roots), settings.children
         expansions = 1 + sum(settings.widths)
         candidates = settings.grafts + children * expansions
-        self._widths, self._coupled = settings.widths, settings.coupled
+        self._widths = self._every = settings.widths
+        self._coupled = settings.coupled
         self._children = children
         self._longest, self._max_depth = settings.longest, settings.max_depth
         self._shift = settings.shift
@@ -251,6 +252,7 @@ class CompiledGrowth(StepGrowth):
         self._first(requests)
 
     def start(self, requests: int) -> None:
+        self._widths = self._every
         self.resume(requests, 0)
         self._positions[:requests, 0] = self._roots
         if self._drawing is not None:
@@ -262,6 +264,17 @@ class CompiledGrowth(StepGrowth):
                 np.logical_or(chained, temperatures > 0, out=chained)
         self._picked = (0, 0)
         self._grafts.edges[:requests] = _NONE
+
+    def narrow(self) -> bool:
+        *_, chained = self._request_inputs
+        if not chained.all():
+            return False
+        self._widths = (1,) * len(self._every)
+        if self._drawing is not None:
+            # A chain is drawn with the same noise whatever is beside it.
+            first = [expansions_of(self._every, each)[0] for each in range(1 + len(self._every))]
+            self._seeds = self._seeds[first]
+        return True
 
     def graft(self, trie: Trie) -> None:
         requests, size = len(self._roots), self._grafts.tokens.shape[1]
