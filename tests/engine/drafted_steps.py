@@ -193,7 +193,8 @@ def packed(slots: list[int]) -> torch.Tensor:
     return found
 
 
-BATCHES = [[2, 0, 5], [1], [7, 6, 5, 4, 3, 2, 1, 0], [3, 4]]
+BATCHES = [[2, 0, 5], [1], [7, 6, 5, 4, 3, 2, 1, 0], [3, 4], [3]]
+"""Slots of the requests. Eager drafting has one row of each request in the last batch, a chain."""
 
 
 def step(drafting: Drafting, number: int, forwards: int) -> list[torch.Tensor]:

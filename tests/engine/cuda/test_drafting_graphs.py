@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from draft_model import MOST, VOCAB, Block, Draft, Head, Masked, MaskedHead
-from drafted_steps import NO_BATCH, NO_STATES, Drafting, Make, differing, packed, step
+from drafted_steps import BATCHES, NO_BATCH, NO_STATES, Drafting, Make, differing, packed, step
 
 from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, GrowthSettings
 from dyntree_kernels.cpu.growth import CompiledGrowth
@@ -87,6 +87,30 @@ def test_any_number_of_forwards_grows_the_trees_of_eager_drafting(
     if shape.block:
         assert made[1].drafting.whole is not None
         assert not made[1].drafting.runs
+
+
+def widths(drafting: Drafting, number: int, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Return the rows of each request in the forwards of a step."""
+    stock, found = drafting.writer.rows, set()
+
+    def rows(requests: int, width: int) -> Any:
+        found.add(width)
+        return stock(requests, width)
+
+    monkeypatch.setattr(drafting.writer, "rows", rows)
+    with torch.inference_mode():
+        step(drafting, number, FORWARDS)
+    return found
+
+
+def test_a_chain_alone_has_one_row_where_no_graph_is_replayed(
+    draftings: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, beside_a_tree = BATCHES.index([3]), BATCHES.index([3, 4])
+    eager, captured = draftings(plan=PLAN)
+    assert widths(eager, alone, monkeypatch) == {1}
+    for drafting, number in ((eager, beside_a_tree), (captured, alone)):
+        assert widths(drafting, number, monkeypatch) == {SMALL["width"]}
 
 
 Change = Callable[[pytest.MonkeyPatch, Any], None]
