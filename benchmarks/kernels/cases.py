@@ -14,6 +14,7 @@ import torch
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
 from dyntree_kernels.contracts import BatchRows, TreeArrays
 from dyntree_kernels.cuda.attention import Tiling, tree_attention
+from dyntree_kernels.cuda.cascade import Cascade, Contexts
 from dyntree_kernels.features import LayerFeatures
 from dyntree_kernels.reference import masked_attention
 
@@ -214,12 +215,34 @@ def flashinfer_dense_mask(b: Batch) -> Runner:
     return Runner(launch, plan)
 
 
-def flash_attention(b: Batch, module: str) -> Runner:
-    """FlashAttention 3 over all columns, causal."""
+def cascade(b: Batch, module: str) -> Runner:
+    """FlashAttention 3 over the context, and the tree after it; layer 0 prepares both."""
+    attention = Cascade(_with_flash_attention(module), 3)
+    batch = b.table, b.ctx_lens, b.qo_indptr
+    prepared: list[Contexts] = []
+
+    def launch(layer: int) -> None:
+        if layer == 0:
+            prepared[:] = [attention.contexts(b.q, b.caches[0], *batch, b.rows)]
+        attention.run(
+            prepared[0], b.q, b.caches[layer], *batch, b.bits, b.out, PLAIN, b.rows
+        )  # fmt: skip
+
+    return Runner(launch)
+
+
+def _with_flash_attention(module: str) -> Any:
     try:
-        function: Any = importlib.import_module(module).flash_attn_varlen_func
+        found = importlib.import_module(module)
+        _ = found.flash_attn_varlen_func
     except (ImportError, AttributeError) as error:
         raise UnavailableError(f"{module}: {error}") from error
+    return found
+
+
+def flash_attention(b: Batch, module: str) -> Runner:
+    """FlashAttention 3 over all columns, causal."""
+    function = _with_flash_attention(module).flash_attn_varlen_func
     everything = b.ctx_lens + b.rows
 
     def launch(layer: int) -> None:

@@ -24,7 +24,7 @@ from dyntree_kernels.cuda.attention import half_precision_tiling, tiling
 from dyntree_kernels.cuda.kv_move import KVMover
 from dyntree_kernels.cuda.walk import walk
 
-ROWS, CONTEXTS = (16, 64, 256, 512, 1024), (4096, 16384)
+ROWS, CONTEXTS = (16, 32, 64, 256, 512, 1024), (4096, 16384)
 OF_ONE_ROW = ("triton", "flashinfer", "xqa", "fa3 causal")
 """What is timed with one row as well."""
 UNEVEN = (17, 33, 65, 129)
@@ -53,6 +53,7 @@ class Benchmark:
             "triton": cases.triton,
             "fa3 causal": lambda b: cases.flash_attention(b, self._flash_attention),
             "flashinfer": cases.flashinfer,
+            "cascade": lambda b: cases.cascade(b, self._flash_attention),
             "xqa": cases.xqa,
             "triton unmasked": cases.triton_unmasked,
             "flashinfer unmasked": lambda b: cases.flashinfer(b, masked=False),
@@ -61,9 +62,10 @@ class Benchmark:
         }
 
     def measure_all(self) -> None:
-        """Time XQA last: it has not run on a GPU yet, and after a fault nothing else can."""
-        others = [name for name in self.runners() if name != "xqa"]
-        for names in (others, ["xqa"]):
+        """Time the cascade and XQA last: they have not run on a GPU yet, and after a fault nothing
+        else can."""
+        others = [name for name in self.runners() if name not in ("cascade", "xqa")]
+        for names in (others, ["cascade"], ["xqa"]):
             for context in CONTEXTS:
                 for rows in ROWS:
                     self.measure(rows, context, names)

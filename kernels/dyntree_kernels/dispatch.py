@@ -146,17 +146,26 @@ def _xqa(p: Problem) -> str | None:
     return None if p.head_size in (64, 128, 256) else f"head size {p.head_size}"
 
 
+def _cascade(p: Problem) -> str | None:
+    if p.capability is None or p.capability[0] not in (9, 10):
+        return "it needs a GPU of capability 9 or 10"
+    if p.dtype not in _HALF or p.kv_dtype != p.dtype:
+        return f"{p.dtype} with a cache of {p.kv_dtype}"
+    return None if p.head_size <= 256 else f"head size {p.head_size} is above 256"
+
+
 _OBSTACLE: dict[str, Callable[[Problem], str | None]] = {
     "cpu": _cpu,
     "triton": _triton,
     "flashinfer": _flashinfer,
     "xqa": _xqa,
+    "cascade": _cascade,
 }
 """Functions that return why an implementation cannot serve a problem, or None.
 
 They stand in the order of preference without a measurement. Triton goes before FlashInfer, which
 plans on the host in every step, and in CUDA graphs multiplies tiles of 128 rows for trees of any
-size. XQA reads the context once for every 32 rows of a head group.
+size. XQA reads the context once for every 32 rows of a head group. The cascade has run on no GPU.
 """
 
 
@@ -170,7 +179,9 @@ def obstacle(name: str, problem: Problem) -> str | None:
 
 def installed() -> set[str]:
     """Return the implementations whose packages are installed."""
-    needs = {"cpu": "numba", "triton": "triton", "flashinfer": "flashinfer", "xqa": "flashinfer"}
+    of_triton, of_flashinfer = ("triton", "cascade"), ("flashinfer", "xqa")
+    needs = {"cpu": "numba"} | dict.fromkeys(of_triton, "triton")
+    needs |= dict.fromkeys(of_flashinfer, "flashinfer")
     return {name for name, module in needs.items() if importlib.util.find_spec(module) is not None}
 
 

@@ -38,6 +38,7 @@ SERVED: Mapping[str, frozenset[str]] = {
     "triton": _MASKS | SCALES | {"value_size"},
     "flashinfer": frozenset(),
     "xqa": frozenset(),
+    "cascade": frozenset(),
     "latent, cpu": frozenset(),
     "latent, triton": SCALES,
 }

@@ -23,7 +23,7 @@ TYPES = {
         "PARTIAL PARTIAL_M PARTIAL_L MAXIMA TEMPERATURES SCORES SUMS EVIDENCE EDGES TRIE_EVIDENCE "
         "VALUES OPEN FEATURES BASES WEIGHTS STORED_VALUES STORED_FEATURES INFORMATION PRIOR LOW "
         "HIGH PROCESSED REPETITION FREQUENCY PRESENCE CHANCES CHANGES REST SHIFTS TOPS STATES A "
-        "SKIP BIAS LOGS QUERY_SCALE KEY_SCALE VALUE_SCALE"
+        "SKIP BIAS LOGS QUERY_SCALE KEY_SCALE VALUE_SCALE LSE"
     ),
     "*i32": (
         "TABLE CTX INDPTR BITS TEXTS LENGTHS KEYS ABOVE EXPANSIONS GRAFT_DEPTHS LOGITS_BOUNDS "
@@ -47,7 +47,7 @@ TYPES = {
 """Arguments of kernels by type."""
 POINTERS = {name: of for of, names in TYPES.items() for name in names.split()}
 UNQUANTISED = dict.fromkeys(("QUERY_SCALE", "KEY_SCALE", "VALUE_SCALE"))
-PLAIN: dict[str, Any] = {"SINKS": None, "WINDOW": 0, "CAP": 0.0}
+PLAIN: dict[str, Any] = {"SINKS": None, "WINDOW": 0, "CAP": 0.0, "LSE": None}
 """Attention without features."""
 ODD = {
     *["words", "nodes", "depth", "max_depth", "blocks", "vocab", "packed_rows", "s_bits"],

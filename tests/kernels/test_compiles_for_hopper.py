@@ -12,6 +12,7 @@ from ahead_of_time import HAS_TOOLS, NO_TOOLS, PLAIN, POINTERS, UNQUANTISED, com
 
 from dyntree_kernels.cuda import (  # noqa: E402
     attention,
+    cascade,
     children,
     draft_rows,
     drawn,
@@ -102,7 +103,31 @@ def test_attention_of_every_head_size_and_feature_fits(
     used = compiled(
         attention._tree_attention, tile.warps, tile.stages, H=8, G=8, D=head_size, DP=padded,
         PAGE=16, BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=2,
-        **{"V": head_size, "VP": padded, "CAP": 0.0, **UNQUANTISED, **features},
+        **{"V": head_size, "VP": padded, "CAP": 0.0, "LSE": None, **UNQUANTISED, **features},
+    )  # fmt: skip
+    assert used["stack"] == 0, used
+    assert used["shared"] <= 227 * 1024, used
+
+
+@CAPABILITIES
+@pytest.mark.parametrize(
+    ("head_size", "rows", "group"),
+    [
+        *((64, rows, 4) for rows in (16, 32, 64)),
+        *((128, rows, 4) for rows in (16, 32, 64, 512)),
+        *((256, rows, 4) for rows in (32, 64)),
+    ],
+)
+def test_a_tree_after_its_context_does_not_spill(
+    head_size: int, rows: int, group: int, capability: int
+) -> None:
+    tile = cascade.tree_tiling(head_size, rows)
+    nodes = triton.next_power_of_2(attention.nodes_per_tile(tile.block_m, group))
+    used = compiled(
+        attention._tree_attention, tile.warps, tile.stages, capability=capability, H=8, G=group,
+        D=head_size, DP=head_size, V=head_size, VP=head_size, PAGE=16, BLOCKS=512,
+        BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=1, sl_t=1,
+        **{name: each for name, each in PLAIN.items() if name != "LSE"}, **UNQUANTISED,
     )  # fmt: skip
     assert used["stack"] == 0, used
     assert used["shared"] <= 227 * 1024, used

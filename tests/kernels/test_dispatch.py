@@ -87,6 +87,15 @@ def test_a_problem_that_nobody_serves_is_refused_with_every_reason() -> None:
         with pytest.raises(ValueError, match=f"; xqa: .*{reason}"):
             choose(dataclasses.replace(HOPPER, **change), ("xqa",))
     assert choose(HOPPER, ("xqa",)).name == "xqa"
+    for change, reason in (
+        ({"capability": (8, 0)}, "capability 9 or 10"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "with a cache of torch.float8_e4m3fn"),
+        ({"head_size": 512}, "head size 512"),
+        ({"features": frozenset({"sinks"})}, "no sinks"),
+    ):
+        with pytest.raises(ValueError, match=f"; cascade: .*{reason}"):
+            choose(dataclasses.replace(HOPPER, **change), ("cascade",))
+    assert choose(HOPPER, ("triton", "cascade")).name == "triton"
     with pytest.raises(ValueError, match=r"unknown implementations \['cuda'\]"):
         choose(HOPPER, ("cuda",))
 

@@ -69,9 +69,9 @@ def _used_tiles(
 
 @triton.jit
 def _tree_attention(
-    Q, KV, OUT, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, SINKS, QUERY_SCALE,
+    Q, KV, OUT, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, LSE, SINKS, QUERY_SCALE,
     KEY_SCALE, VALUE_SCALE, scale, s_qs, s_ks, s_vs, words, packed_rows, sq_t, sq_h, s_block,
-    s_head, s_slot, so_t, so_h, s_table, s_bits,
+    s_head, s_slot, so_t, so_h, s_table, s_bits, sl_t, sl_h,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, PAGE: tl.constexpr, BLOCKS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr,
@@ -108,6 +108,16 @@ def _tree_attention(
         total += tl.where(split == 0, 1.0, 0.0)
     context_tiles = ctx // BN
     tail = tl.where(ctx % BN != 0, 1, 0)
+    if LSE is not None:
+        # The context has been read, unless there is none.
+        read = row < tl.where(ctx > 0, nodes * G, 0)
+        m = tl.load(LSE + token * sl_t + (node * sl_t + query_head * sl_h), mask=read,
+                    other=float("-inf")) * 1.4426950408889634  # fmt: skip
+        total = tl.where(read, 1.0, 0.0)
+        acc = load_rows(OUT + token * so_t, node * so_t + query_head * so_h, read, V, VP, True)
+        acc = acc.to(tl.float32)
+        context_tiles = context_tiles * 0
+        tail = tail * 0
 
     used = _used_tiles(BITS, first, nodes, s_bits, words, BM, BN, G, NODES, WORDS, tile)
     # Context tiles from `lead` on need no mask. Before them come those with the edges of a window.
@@ -138,14 +148,15 @@ def _tree_attention(
     last = tl.minimum(hi, plain)
     position = (lead + lo) * BN + column
     blocks = _blocks(table, position, position < (lead + last) * BN, PAGE, BLOCKS)
-    for j in range(lo, last):
-        position = (lead + j) * BN + column
-        at = _offsets(blocks, position, s_block, s_slot, PAGE)
-        k = load_rows(keys, at, every, D, DP, False)
-        v = load_rows(keys + D, at, every, V, VP, False)
-        position += BN
-        blocks = _blocks(table, position, position < (lead + last) * BN, PAGE, BLOCKS)
-        m, total, acc = accumulate(q, k, v, every, 0.0, m, total, acc, scale, False, CAP)
+    if LSE is None:
+        for j in range(lo, last):
+            position = (lead + j) * BN + column
+            at = _offsets(blocks, position, s_block, s_slot, PAGE)
+            k = load_rows(keys, at, every, D, DP, False)
+            v = load_rows(keys + D, at, every, V, VP, False)
+            position += BN
+            blocks = _blocks(table, position, position < (lead + last) * BN, PAGE, BLOCKS)
+            m, total, acc = accumulate(q, k, v, every, 0.0, m, total, acc, scale, False, CAP)
 
     # Masked tiles of the context have negative numbers: leading ones, then what is left of it.
     start = plain + masked
@@ -258,6 +269,7 @@ def tree_attention(
     max_rows: int | None = None,
     splits: int | None = None,
     tiles: Tiling | None = None,
+    context_lse: torch.Tensor | None = None,
 ) -> None:
     """Attention of tree rows over a paged cache, written to `out`.
 
@@ -272,6 +284,9 @@ def tree_attention(
             Default: T, which launches programs that do nothing.
         splits: programs that share the columns of a tile; 1 makes the order of the sums
             independent of the batch. Default: as many as fill the device.
+        context_lse: fp32 [H, T], the natural logarithm of the sum of exponentials of each row's
+            scores with its context, if `out` already holds the attention to the context: the tree
+            is added to it, in one split. Requests without a context may hold anything.
 
     Raises:
         ValueError: for shapes or strides that the kernel does not read, or features that it does
@@ -292,17 +307,21 @@ def tree_attention(
         limit = MAX_TILES * tile.block_n
         raise ValueError(f"{words * 32} tree columns, at most {limit} are served")
     grid = triton.cdiv(max_rows * group, tile.block_m), kv_heads, requests
-    if splits is None:
+    packed_rows, lse_strides = tokens * group, (0, 0)
+    if context_lse is not None:
+        # Nothing reads the packed rows: one number less that Triton compiles kernels for.
+        splits, packed_rows, lse_strides = 1, 0, context_lse.stride()
+    elif splits is None:
         splits = max(1, min(32, 2 * _processors(q.device) // (grid[0] * grid[1] * grid[2])))
     parts = Parts.of(splits, out)
     scales = [features.of_heads(f"{name}_scale", kv_heads) for name in ("query", "key", "value")]
     _tree_attention[(grid[0], grid[1], requests * splits)](
         q, kv_cache, out, parts.values, parts.maxima, parts.sums, block_table, ctx_lens, qo_indptr,
-        ancestor_bits, features.sinks, *scales, features.scale * LOG2_E,
-        *(0 if each is None else each.stride(0) for each in scales), words, tokens * group,
+        ancestor_bits, context_lse, features.sinks, *scales, features.scale * LOG2_E,
+        *(0 if each is None else each.stride(0) for each in scales), words, packed_rows,
         q.stride(0), q.stride(1),
         *kv_cache.stride()[:3], out.stride(0), out.stride(1), block_table.stride(0),
-        ancestor_bits.stride(0), H=kv_heads, G=group, D=d,
+        ancestor_bits.stride(0), *lse_strides[::-1], H=kv_heads, G=group, D=d,
         DP=triton.next_power_of_2(d), V=values, VP=triton.next_power_of_2(values), SPLITS=splits,
         PAGE=page,
         BLOCKS=block_table.shape[1], BM=tile.block_m, BN=tile.block_n,
