@@ -195,10 +195,11 @@ class DynTreeOptions(BaseModel):
         "second, …; `python -m benchmarks.positional` measures it.",
         json_schema_extra={"derived": "none; growth sequoia needs it"},
     )
-    attention: Literal["auto", "flashinfer", "triton"] = Field(
+    attention: Literal["auto", "cascade", "flashinfer", "triton"] = Field(
         default="auto",
         description="On CUDA: the kernel of the target's trees. flashinfer is compiled when first "
-        "asked for. auto takes it if it is compiled, and the fastest in `kernel_table`.",
+        "asked for. auto takes it if it is compiled, and the fastest in `kernel_table`. cascade "
+        "reads the context with vLLM's FlashAttention 3 or 4; it has run on no GPU.",
     )
     kernel_table: str | None = Field(
         default=None,

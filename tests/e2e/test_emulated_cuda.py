@@ -49,7 +49,7 @@ OWN: dict[str, dict[str, Any]] = {
     # vLLM's own profiling is enough warm-up.
     "adaptive": {"compilation_config": {"mode": 0}, "kernel_config": {"enable_jit_warmup": False}},
 }
-OWN["head"] = OWN["chains"] = OWN["windows"] = OWN["block"] = OWN["fixed"]
+OWN["head"] = OWN["chains"] = OWN["windows"] = OWN["block"] = OWN["cascade"] = OWN["fixed"]
 OWN["drawn"] = OWN["adaptive"] | {"max_num_batched_tokens": 192}
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"],
@@ -91,6 +91,10 @@ RUNS = {
     "copies": Run(COPIES * 2, batch=3),
     **{name: Run(BROKEN, sabotage=name) for name in CONTROLS},
 }
+OF_CASCADE = {
+    **{name: RUNS[name] for name in ("mixed", "three")},
+    **{name: Run(BROKEN, sabotage=name) for name in ("lse_ignored", "trees_in_contexts")},
+}
 OF_HEAD = {"noisy": Run(NOISY, batch=3)}
 CHAINS = {"drawn": Run([*BROKEN, *NOISY, *MIXED[:5]], batch=3)}
 WINDOWED = {"windowed": Run([*MIXED[:4], *COPIES])}
@@ -103,9 +107,10 @@ EMULATED = {
     "chains": CHAINS,
     "drawn": CHAINS,
     "windows": WINDOWED,
+    "cascade": OF_CASCADE,
     "block": BLOCKS | {"states_lost": Run(BLOCKS["blocks"].requests, sabotage="states_lost")},
 }
-SLOW_ENGINES = {"adaptive", "head", "windows", "block"}
+SLOW_ENGINES = {"adaptive", "head", "windows", "cascade", "block"}
 DRAWN = ("chains", "drawn")
 AS_DRAWN = {"worker_extension_cls": "laws_of_cuda.Extension"}
 ON_CPU = {
@@ -158,6 +163,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Served:
         drawn, fixed = {"exactness": "distribution"}, {"budget": "fixed"}
         more = {"node_budget": 32, "width": 4}
         own = {"chains": fixed | drawn, "drawn": fixed | drawn | more, "windows": fixed}
+        own["cascade"] = fixed | {"attention": "cascade"}
         options = TREE | own.get(name, {"budget": name})
         engine = workload.with_options(options["node_budget"], **options)
         speculation = {**engine["speculative_config"], "model": draft}
@@ -197,9 +203,21 @@ def test_the_tokens_are_those_without_trees(budget: str, name: str, runs: Served
     assert not [(request.params, mine.tokens, other.tokens) for request, mine, other in found]
 
 
-@pytest.mark.parametrize("name", CONTROLS)
-def test_what_is_broken_changes_tokens(name: str, runs: Served) -> None:
-    assert mismatches(RUNS[name], runs.emulated("fixed")[name].result, runs.plain("fixed"))
+@pytest.mark.parametrize(
+    ("budget", "name"),
+    marked(
+        [
+            (budget, name)
+            for budget in ("fixed", "cascade")
+            for name, run in EMULATED[budget].items()
+            if run.sabotage is not None
+        ],
+        SLOW_ENGINES,
+    ),
+)
+def test_what_is_broken_changes_tokens(budget: str, name: str, runs: Served) -> None:
+    run = EMULATED[budget][name]
+    assert mismatches(run, runs.emulated(budget)[name].result, runs.plain(budget))
 
 
 def test_whole_trees_are_accepted_as_on_the_cpu(runs: Served) -> None:
@@ -265,7 +283,10 @@ def test_an_adaptive_budget_verifies_trees(runs: Served) -> None:
 @pytest.mark.parametrize(
     ("budget", "name"),
     marked(
-        [("fixed", "three"), ("adaptive", "mixed"), ("head", "noisy"), ("block", "blocks")],
+        [
+            *(("fixed", "three"), ("adaptive", "mixed"), ("head", "noisy"), ("block", "blocks")),
+            ("cascade", "three"),
+        ],
         SLOW_ENGINES,
     ),
 )
@@ -275,8 +296,11 @@ def test_the_steps_were_replayed(budget: str, name: str, runs: Served) -> None:
     assert min(emulated.replays.values()) >= len(emulated.result.seconds) / 3
 
 
-def test_a_decode_step_launches_no_kernel_outside_of_graphs_and_replays_few(runs: Served) -> None:
-    found = runs.emulated("fixed")["three"]
+@pytest.mark.parametrize("budget", marked(["fixed", "cascade"], SLOW_ENGINES))
+def test_a_decode_step_launches_no_kernel_outside_of_graphs_and_replays_few(
+    budget: str, runs: Served
+) -> None:
+    found = runs.emulated(budget)["three"]
     verified = found.replays["verification"] / 2  # the walk, and what is learned
     assert found.launches == {}
     assert found.replays["placing"] == verified

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Iterator
 from inspect import Parameter, Signature
+from pathlib import Path
 from typing import Any
 
 import pytest
 from absent_flashinfer import vllms_backend
+from flash_in_torch import Library
 from vllm.platforms import current_platform
 
 if current_platform.is_cpu():
@@ -144,6 +147,18 @@ def test_the_targets_metadata_take_the_arguments_of_vllms() -> None:
     # The runner passes the groups by place.
     places = [[*signature(each).parameters].index("attn_groups") for each in (own, stock)]
     assert places[0] == places[1]
+
+
+def test_vllms_flash_attention_takes_what_its_replacement_takes() -> None:
+    """On a CPU its package cannot be imported, but the module can."""
+    package = Path(str(importlib.util.find_spec("vllm").origin)).parent  # type: ignore[union-attr]
+    file = package / "vllm_flash_attn" / "flash_attn_interface.py"
+    spec: Any = importlib.util.spec_from_file_location("flash_attn_interface", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in ("get_scheduler_metadata", "flash_attn_varlen_func"):
+        own = signature(getattr(Library, name)).parameters.keys() - {"self"}
+        assert own <= signature(getattr(module, name)).parameters.keys()
 
 
 def test_what_is_replaced_at_start_up_takes_what_it_took() -> None:

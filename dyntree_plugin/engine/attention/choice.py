@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,6 +19,7 @@ from dyntree_kernels import dispatch
 from dyntree_plugin.admission.refusals import index_topk, kv_cache_dtype
 from dyntree_plugin.engine.attention.features import element_type
 from dyntree_plugin.engine.attention.kernels import (
+    CascadeTrees,
     FlashInferTrees,
     Heads,
     TreeKernel,
@@ -30,11 +33,12 @@ from dyntree_plugin.engine.configuration import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec
 
+    from dyntree_kernels.cuda.cascade import Cascade
     from dyntree_kernels.cuda.flashinfer_variant import Module, Variant
     from dyntree_kernels.cuda.xqa import Xqa
 
@@ -100,7 +104,8 @@ def choose_kernel(
         layers=vllm_config.model_config.get_num_layers(vllm_config.parallel_config),
         block_size=kv_cache_spec.block_size,
     )
-    choice, module = _choose(problem, *asked_attention(vllm_config))
+    asked, table = asked_attention(vllm_config)
+    choice, module = _choose(problem, asked, table)
     logger.info_once(
         "tree attention of %d heads, %d with KV, by %s: %s",
         heads.query,
@@ -108,16 +113,19 @@ def choose_kernel(
         choice.name,
         choice.reason,
     )
-    triton = TritonTrees(
+    of_triton = (
         heads,
         kv_cache_spec.dtype.itemsize,
         properties.multi_processor_count,
-        one_split=envs.VLLM_BATCH_INVARIANT,
+        envs.VLLM_BATCH_INVARIANT,
     )
+    triton = TritonTrees(*of_triton)
     if choice.name == "triton":
         return triton, triton
     if choice.name == "xqa":
         return _xqa(module, heads, columns, properties.multi_processor_count, device), triton
+    if choice.name == "cascade":
+        return CascadeTrees(module, _pays(problem, asked, table), *of_triton), triton
     flashinfer = FlashInferTrees(
         module,
         heads,
@@ -128,6 +136,19 @@ def choose_kernel(
         graphs=_graph_sizes(vllm_config),
     )
     return flashinfer, triton
+
+
+def _pays(
+    problem: dispatch.Problem, asked: str, table: Collection[dispatch.Measurement]
+) -> Callable[[int], bool]:
+    """Return whether the cascade serves trees of so many rows: all, if it was asked for by name,
+    else those for which the table has it as faster than Triton's kernel."""
+
+    def pays(rows: int) -> bool:
+        of_rows, both = replace(problem, rows=rows), ("triton", "cascade")
+        return asked == "cascade" or dispatch.choose(of_rows, both, table).name == "cascade"
+
+    return pays
 
 
 def _xqa(
@@ -171,7 +192,8 @@ def modules(problem: dispatch.Problem, asked: str) -> dict[str, Any]:
     """Return the module of each kernel that may serve these layers, by name; Triton has none.
 
     ``asked``: the option `attention`. A kernel of FlashInfer's that is asked for by name, and XQA,
-    which a table alone can choose, need not be built.
+    which a table alone can choose, need not be built. Unless it is asked for by name, a table alone
+    can choose the cascade, too.
     """
     found: dict[str, Any] = {"triton": None}
     # Other kernels divide a context by what else is in the batch.
@@ -183,7 +205,25 @@ def modules(problem: dispatch.Problem, asked: str) -> dict[str, Any]:
     xqa = xqa_module(problem) if asked == "auto" else None
     if xqa is not None:
         found["xqa"] = xqa
+    cascade = cascade_of(problem) if asked in ("auto", "cascade") else None
+    if cascade is not None:
+        found["cascade"] = cascade
     return found
+
+
+def cascade_of(problem: dispatch.Problem) -> Cascade | None:
+    """Return the cascade over vLLM's FlashAttention for these layers, or None if it does not serve
+    them."""
+    if dispatch.obstacle("cascade", problem):
+        return None
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    from dyntree_kernels.cuda.cascade import Cascade
+
+    version = get_flash_attn_version(head_size=problem.head_size)
+    if version not in (3, 4):
+        return None
+    return Cascade(importlib.import_module("vllm.vllm_flash_attn"), version)
 
 
 def flashinfer_variant(problem: dispatch.Problem) -> Variant | None:

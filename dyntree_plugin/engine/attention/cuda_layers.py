@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.composite import requires_mm_prefix
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.choice import choose_kernel
 from dyntree_plugin.engine.attention.features import WithFeatures, features_of
-from dyntree_plugin.engine.attention.kernels import AttentionRows, Heads, Launch
+from dyntree_plugin.engine.attention.kernels import AttentionRows, Heads, Launch, TritonTrees
 from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.configuration import tree_plan
 
@@ -102,9 +102,11 @@ class TreeMetadataBuilder:
 
     def warm_up(self, kv_cache: torch.Tensor, dtype: torch.dtype, table: torch.Tensor) -> None:
         """Compile kernels; the arguments are those of `TritonTrees.warm_up`."""
-        if self.masks is not None:
-            layers = self._layers.values()
-            self._drafting_kernel.warm_up(kv_cache, dtype, table, self.masks, layers)
+        if self.masks is None:
+            return
+        for kernel in {self._drafting_kernel, self._kernel}:
+            if isinstance(kernel, TritonTrees):
+                kernel.warm_up(kv_cache, dtype, table, self.masks, self._layers.values())
 
     def build(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -14,6 +14,7 @@ from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.features import element_type
 
 if TYPE_CHECKING:
+    from dyntree_kernels.cuda.cascade import Cascade, Contexts
     from dyntree_kernels.cuda.flashinfer_attention import FlashInferTreeAttention
     from dyntree_kernels.cuda.flashinfer_variant import Variant
     from dyntree_kernels.cuda.xqa import XqaTreeAttention
@@ -247,6 +248,41 @@ class XqaTrees:
                 out[:count],
                 features,
                 rows.max_rows,
+            )
+
+        return launch
+
+
+class CascadeTrees(TritonTrees):
+    """Runs `dyntree_kernels.cuda.cascade` for batches of trees of sizes that it pays for, and
+    Triton's kernel alone for others. Neither needs a plan."""
+
+    def __init__(self, cascade: Cascade, pays: Callable[[int], bool], *of_triton: Any) -> None:
+        """``pays``: whether the cascade serves requests of at most so many rows. ``of_triton``:
+        arguments of `TritonTrees`."""
+        super().__init__(*of_triton)
+        self._cascade = cascade
+        self._pays = functools.cache(pays)
+
+    def plan(self, rows: AttentionRows) -> Launch:
+        if not self._pays(rows.max_rows):
+            return super().plan(rows)
+        cascade, count = self._cascade, rows.num_rows
+        batch = rows.block_table, rows.ctx_lens, rows.query_start_loc
+        first: LayerFeatures | None = None
+        contexts: Contexts | None = None
+
+        def launch(
+            q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, features: LayerFeatures
+        ) -> None:
+            nonlocal first, contexts
+            q, out = q[:count], out[:count]
+            # The first layer's turn comes once in each forward, and so in each graph of one.
+            first = first or features
+            if contexts is None or features is first:
+                contexts = cascade.contexts(q, kv_cache, *batch, rows.max_rows)
+            cascade.run(
+                *(contexts, q, kv_cache, *batch, rows.ancestor_bits, out, features, rows.max_rows)
             )
 
         return launch

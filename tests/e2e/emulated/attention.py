@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from flash_in_torch import Library
 
 from emulated.device import recorded
 
@@ -156,3 +157,18 @@ def stand_in() -> None:
     operators.concat_and_cache_mla = recorded(_cache_latent)
     layers: Any = mla_attention
     layers.set_default_quant_scales = _scaled
+    _offer_cascade()
+
+
+def _offer_cascade() -> None:
+    """Let an engine have the cascade, in float32 as well, if it asks for it."""
+    from dyntree_kernels import dispatch
+    from dyntree_kernels.cuda.cascade import Cascade
+    from dyntree_plugin.admission import attention_kernels
+    from dyntree_plugin.engine.attention import choice
+
+    library = Library(recorded)
+    dispatch._OBSTACLE["cascade"] = lambda problem: None
+    everywhere: Any = attention_kernels, choice
+    everywhere[0]._without_flash_attention = lambda *_: ()
+    everywhere[1].cascade_of = lambda problem: Cascade(library, 3)

@@ -128,7 +128,7 @@ def layout_confused(runner: Any) -> Iterator[None]:
 
     stock, of_xqa = attention.tree_attention, xqa.XqaTreeAttention.run
     with (
-        mock.patch.object(runner.cudagraph_manager, "_graphs_captured", False),
+        _eager(runner),
         mock.patch.object(
             attention,
             "tree_attention",
@@ -139,3 +139,39 @@ def layout_confused(runner: Any) -> Iterator[None]:
         ),
     ):
         yield
+
+
+@contextmanager
+def lse_ignored(runner: Any) -> Iterator[None]:
+    """Let the target run without graphs, and add trees to contexts as if each had one position
+    with a score of zero."""
+    from dyntree_kernels.cuda import cascade
+
+    stock = cascade.tree_attention
+
+    def attend(*given: Any, context_lse: torch.Tensor, **named: Any) -> None:
+        stock(*given, context_lse=torch.zeros_like(context_lse), **named)
+
+    with _eager(runner), mock.patch.object(cascade, "tree_attention", attend):
+        yield
+
+
+@contextmanager
+def trees_in_contexts(runner: Any) -> Iterator[None]:
+    """Let the target run without graphs, and read a tree's rows as a part of its context, too."""
+    from dyntree_kernels.cuda.cascade import Cascade
+
+    stock = Cascade.contexts
+
+    def contexts(
+        self: Any, q: Any, cache: Any, table: Any, lens: Any, starts: Any, rows: int
+    ) -> Any:
+        return stock(self, q, cache, table, lens + torch.diff(starts), starts, rows)
+
+    with _eager(runner), mock.patch.object(Cascade, "contexts", contexts):
+        yield
+
+
+def _eager(runner: Any) -> Any:
+    """Let the target run without graphs."""
+    return mock.patch.object(runner.cudagraph_manager, "_graphs_captured", False)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backends import fa_utils
 
 from dyntree_kernels import dispatch
 from dyntree_kernels.cuda import flashinfer_variant, xqa
 from dyntree_kernels.dispatch import Measurement
 from dyntree_plugin.commands.doctor import kernels
 from dyntree_plugin.engine.attention import choice
-from dyntree_plugin.engine.attention.kernels import Heads, TritonTrees, XqaTrees
+from dyntree_plugin.engine.attention.kernels import CascadeTrees, Heads, TritonTrees, XqaTrees
 
 BF16 = torch.bfloat16
 HEADS = Heads(query=32, kv=8, size=128)
@@ -106,10 +108,41 @@ def test_xqa_serves_where_it_was_measured_as_the_fastest(
     assert isinstance(chosen(), TritonTrees)
 
 
+@pytest.fixture
+def flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM have FlashAttention 3."""
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", ModuleType("library"))
+
+
+@pytest.mark.usefixtures("flash_attention")
+def test_the_cascade_serves_the_sizes_for_which_it_was_measured_as_the_fastest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert type(chosen()) is TritonTrees  # no table has it
+    cascade = chosen(attention="cascade")
+    assert isinstance(cascade, CascadeTrees)
+    assert all(map(cascade._pays, (2, 17)))
+    of_cascade = replace(MEASURED, implementation="cascade", microseconds=4.0)
+    small = [replace(each, rows=4) for each in (replace(MEASURED, microseconds=2.0), of_cascade)]
+    table = [MEASURED, of_cascade, *small]
+    monkeypatch.setattr(dispatch, "shipped_table", lambda: table)
+    cascade = chosen()
+    assert isinstance(cascade, CascadeTrees)
+    assert [cascade._pays(rows) for rows in (2, 4, 17)] == [False, False, True]
+    assert type(chosen(frozenset({"window"}), attention="cascade")) is TritonTrees
+    assert type(chosen(attention="triton")) is TritonTrees
+    for version in (None, 2):
+        monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size, v=version: v)
+        assert type(chosen()) is TritonTrees
+
+
+@pytest.mark.usefixtures("flash_attention")
 def test_batch_invariance_needs_tritons_kernel(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert type(chosen(attention="cascade")) is TritonTrees
     assert isinstance(chosen(kernel_table=table(tmp_path, 3.0)), TritonTrees)
 
 

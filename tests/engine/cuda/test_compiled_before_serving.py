@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +13,10 @@ from noted_kernels import Kernel
 pytest.importorskip("triton", reason="these kernels are written in Triton")
 
 from dyntree_kernels.cuda import attention, splits
+from dyntree_kernels.cuda.cascade import Cascade
 from dyntree_kernels.features import LayerFeatures
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
-from dyntree_plugin.engine.attention.kernels import AttentionRows, Heads, TritonTrees
+from dyntree_plugin.engine.attention.kernels import AttentionRows, CascadeTrees, Heads, TritonTrees
 from dyntree_plugin.engine.cuda.runner import TreeGPUModelRunner
 
 MOST, ROWS, PROCESSORS = 8, 200, 132
@@ -36,18 +37,36 @@ def batches() -> Iterator[tuple[int, int]]:
         yield from ((requests, rows) for rows in (64, 65, 66, 128, 199))
 
 
+def triton(*given: Any) -> TritonTrees:
+    return TritonTrees(*given)
+
+
+def cascade(*given: Any) -> TritonTrees:
+    """Return the cascade over a FlashAttention that does nothing."""
+    library = SimpleNamespace(
+        get_scheduler_metadata=lambda **_: None,
+        flash_attn_varlen_func=lambda q, **_: (q, torch.empty(q.shape[1], len(q))),
+    )
+    return CascadeTrees(Cascade(library, 3), lambda rows: True, *given)
+
+
 @pytest.mark.parametrize(
-    ("heads", "columns"),
-    [(Heads(8, 4, 32), 17), (Heads(32, 8, 128), 65), (Heads(16, 16, 64), 5)],
+    ("make", "heads", "columns"),
+    [
+        *((triton, Heads(8, 4, 32), 17), (triton, Heads(32, 8, 128), 65)),
+        *((triton, Heads(16, 16, 64), 5), (cascade, Heads(32, 8, 128), 64)),
+    ],
 )
 def test_no_batch_of_trees_and_prompts_compiles_a_kernel(
-    heads: Heads, columns: int, kernels: list[Kernel]
+    make: Callable[..., TritonTrees], heads: Heads, columns: int, kernels: list[Kernel]
 ) -> None:
-    kernel = TritonTrees(heads, 2, PROCESSORS, one_split=False)
+    kernel = make(heads, 2, PROCESSORS, False)
     buffers = MaskBuffers(MOST, ROWS, columns, torch.device("cpu"))
     cache = torch.zeros(2, heads.kv, 16, 2 * heads.size, dtype=torch.bfloat16)
     table = torch.zeros(MOST, 8, dtype=torch.int32)
-    layers = LayerFeatures(0.1), LayerFeatures(0.1, window=128, soft_cap=50.0)
+    layers = [LayerFeatures(0.1), LayerFeatures(0.1, window=128, soft_cap=50.0)]
+    if make is cascade:
+        del layers[1], kernels[1]  # It serves no windows, and adds up no splits.
     kernel.warm_up(cache, torch.bfloat16, table, buffers, layers)
     rehearsed = [{*each.compiled} for each in kernels]
     q = torch.zeros(ROWS, heads.query, heads.size, dtype=torch.bfloat16)

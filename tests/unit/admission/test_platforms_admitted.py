@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from configurations import ON_CUDA, Build, admit, changed, refusal_of, with_all
+from vllm.v1.attention.backends import fa_utils
 
 from dyntree_plugin.admission import attention_kernels, cuda_backends
 from dyntree_plugin.engine.attention import served
@@ -127,6 +128,23 @@ def test_a_kernel_table_is_read_before_anything_loads(
     table.write_text('{"attention": []}')
     admit(on_cuda, "cuda", **options)
     assert f"kernel_table='{table}' is for CUDA" in refusal_of(admitted, **options)
+
+
+def test_the_cascade_by_name_is_refused_where_it_cannot_serve(
+    on_cuda: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusal(config: VllmConfig) -> str:
+        return refusal_of(config, "cuda", attention="cascade")
+
+    half = changed(on_cuda, "model_config.dtype", torch.bfloat16)
+    assert "needs vLLM's FlashAttention 3 or 4" in refusal(half)  # there is no GPU
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
+    admit(half, "cuda", attention="cascade")
+    assert "found version 3, float32" in refusal(changed(half, "model_config.dtype", torch.float32))
+    quantised = changed(half, "cache_config.cache_dtype", "fp8")
+    assert "cannot be followed with a KV cache in fp8" in refusal(quantised)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert "cannot be followed with VLLM_BATCH_INVARIANT=1" in refusal(half)
 
 
 def test_flashinfer_by_name_is_refused_where_it_cannot_serve(
