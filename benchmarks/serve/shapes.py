@@ -29,12 +29,13 @@ from dyntree_plugin.pair.models import Shape
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
-# Heads keep the 32 channels of the embedded target, on which its position encoding depends. Their
-# number makes projections and KV cache the real model's: 64 of 32 channels for Llama-1B's 32 of 64.
+# Heads of 32 channels, as the embedded target's, can become heads of 128 without rounding, and none
+# of 64. Llama-1B's 32 of 64 are 64 of 32 here, which makes projections and KV cache the real ones.
+_WIDE = {"kv_heads": 8, "head_dim": 128}
 SHAPES = {
     "llama-1b": Shape(hidden=2048, intermediate=8192, layers=16, heads=64, kv_heads=16),
-    "llama-3b": Shape(hidden=3072, intermediate=8192, layers=28, heads=96, kv_heads=32),
-    "llama-8b": Shape(hidden=4096, intermediate=14336, layers=32, heads=128, kv_heads=32),
+    "llama-3b": Shape(hidden=3072, intermediate=8192, layers=28, heads=24, **_WIDE),
+    "llama-8b": Shape(hidden=4096, intermediate=14336, layers=32, heads=32, **_WIDE),
     "granite-h-1b": Shape(hidden=1536, intermediate=4096, layers=40, heads=48, kv_heads=16),
 }
 """Those of Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B and Granite-4.0-H-1B. The last has attention in
@@ -46,8 +47,7 @@ PROOF = "proof.json"
 _DIGITS = 12  # of the digest in a folder's name, which no scratch folder has
 _NOISE = 0.02  # standard deviation, as that of fresh weights
 _PROOF_TOKENS = 48
-# Largest difference between two orders of summation, as a share of the largest logit.
-_ROUNDING = 1e-4
+_ROUNDING = 1e-4  # between two orders of summation, as a share of the largest logit
 
 
 def limits(name: str) -> str:
@@ -172,14 +172,7 @@ def grow_head(head: Path, target: Path, shape: Shape, destination: Path) -> None
 class _Growth:
     def __init__(self, config: Mapping[str, Any], shape: Shape) -> None:
         self._config, self._shape = config, shape
-        self._old = old = Shape(
-            config["hidden_size"],
-            config["intermediate_size"],
-            config["num_hidden_layers"],
-            config["num_attention_heads"],
-            config["num_key_value_heads"],
-            config["head_dim"],
-        )
+        self._old = old = Shape(*(config[name] for name in shape.fields))
         ratio, rest = divmod(shape.hidden, old.hidden)
         groups = old.heads // old.kv_heads, shape.heads // shape.kv_heads
         smaller = [
@@ -187,28 +180,28 @@ class _Growth:
             for field in dataclasses.fields(Shape)
             if getattr(shape, field.name) < getattr(old, field.name)
         ]
-        if rest or smaller or shape.head_dim != old.head_dim or groups[1] < groups[0]:
+        wider, uneven = divmod(shape.head_dim, old.head_dim)
+        if rest or smaller or uneven or not _is_power_of_four(wider, 1) or groups[1] < groups[0]:
             raise ValueError(
-                f"{old} cannot become {shape}: hidden must be a multiple, head_dim the same, "
-                "queries per key no fewer, and nothing smaller"
+                f"{old} cannot become {shape}: hidden must be a multiple, head_dim the same or 4 "
+                "times as large, queries per key no fewer, and nothing smaller"
             )
+        self._wider = wider
         self._copies = next(n for n in range(1, ratio + 1) if _is_power_of_four(ratio, n))
         self._norm = math.isqrt(ratio // self._copies)
         self._random = torch.Generator().manual_seed(0)
         self._noise = torch.empty(0, shape.hidden)
         heads = torch.arange(old.heads)
-        self._queries = self._channels(heads // groups[0] * groups[1] + heads % groups[0])
+        queries = heads // groups[0] * groups[1] + heads % groups[0]
+        self._queries = self._channels(queries)
+        self._whole = (queries[:, None] * shape.head_dim + torch.arange(shape.head_dim)).flatten()
         self._keys = self._channels(torch.arange(old.kv_heads))
 
     def config(self) -> dict[str, Any]:
         shape = self._shape
         return {
             **self._config,
-            "hidden_size": shape.hidden,
-            "intermediate_size": shape.intermediate,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
+            **shape.fields,
             "rms_norm_eps": self._config["rms_norm_eps"] / self._norm**2,
             # The head reads one of the copies in the stream, the embedding writes all of them.
             "tie_word_embeddings": False,
@@ -239,8 +232,8 @@ class _Growth:
         shape = self._shape
         inner = torch.arange(self._old.intermediate)
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        asking = self._wide_queries(old["self_attn.q_proj"])
         reading = {
-            "self_attn.q_proj": (self._queries, queries),
             "self_attn.k_proj": (self._keys, keys),
             "self_attn.v_proj": (self._keys, keys),
             "mlp.gate_proj": (inner, shape.intermediate),
@@ -251,10 +244,18 @@ class _Growth:
             "mlp.down_proj": (inner, shape.intermediate),
         }
         return {
+            "self_attn.q_proj": self._reading(asking, self._whole, queries),
             **{name: self._reading(old[name], *size) for name, size in reading.items()},
             **{name: self._writing(old[name], *size) for name, size in writing.items()},
             **{name: self._norm_weight(old[name]) for name in _NORMS},
         }
+
+    def _wide_queries(self, old: torch.Tensor) -> torch.Tensor:
+        """Queries of wider heads: zero in added channels, where keys are noise, and larger in the
+        others by what the division of scores by the root of a head's channels takes."""
+        wide = old.new_zeros(self._old.heads * self._shape.head_dim, old.shape[1])
+        wide[self._channels(torch.arange(self._old.heads))] = old * math.isqrt(self._wider)
+        return wide
 
     def _reading(self, old: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
         """Of a projection from the stream: [count, hidden], with `old` in the given rows.
@@ -282,8 +283,10 @@ class _Growth:
         return grown
 
     def _channels(self, heads: torch.Tensor) -> torch.Tensor:
-        size = self._shape.head_dim
-        return (heads[:, None] * size + torch.arange(size)).flatten()
+        """The channels of the old heads, where the position encoding turns them as before: one of
+        each half together, the slower the further in."""
+        size, half = self._shape.head_dim, torch.arange(self._old.head_dim // 2) * self._wider
+        return (heads[:, None] * size + torch.cat([half, half + size // 2])).flatten()
 
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")

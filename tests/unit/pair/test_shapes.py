@@ -23,6 +23,7 @@ WIDER = {
     "ratio 12, with two": Shape(
         hidden=384, intermediate=64, layers=4, heads=8, kv_heads=4, head_dim=8
     ),
+    "wider heads": Shape(hidden=128, intermediate=80, layers=3, heads=8, kv_heads=2, head_dim=32),
 }
 
 
@@ -78,6 +79,22 @@ def test_a_hybrid_gives_the_same_logits_and_greedy_text(target: Path, tmp_path: 
     model.save_pretrained(tmp_path / "other")
     with pytest.raises(RuntimeError, match="computes another function"):
         shapes.prove(target, tmp_path / "other")
+
+
+@pytest.mark.parametrize("wrong", ["channels", "scale"])
+def test_the_proof_fails_for_wider_heads_with_other_channels_or_another_scale(
+    wrong: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = shapes._Growth._wide_queries
+
+    def broken(growth: Any, old: torch.Tensor) -> torch.Tensor:
+        wide = stock(growth, old)
+        return wide / 2 if wrong == "scale" else wide.roll(1, 0)
+
+    monkeypatch.setattr(shapes._Growth, "_wide_queries", broken)
+    shapes.grow(target, WIDER["wider heads"], tmp_path / "grown")
+    with pytest.raises(RuntimeError, match="computes another function"):
+        shapes.prove(target, tmp_path / "grown")
 
 
 @pytest.mark.parametrize("wrong", ["norm", "eps", "head", "layer"])
