@@ -121,11 +121,14 @@ def timed(arguments: Mapping[str, Any]) -> dict[str, Any]:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     speculation = arguments.get("speculative_config", {})
     stock = "additional_config" not in arguments
-    stock_ngram = speculation.get("method") == "ngram"
-    if on_cpu and stock and not stock_ngram:
+    ngram = speculation.get("method") == "ngram"
+    if on_cpu and stock and not ngram:
         # Trees run on the V2 runner; so does what they are compared with. vLLM's n-gram runs on
         # a CPU with its V1 runner only.
         arguments["worker_cls"] = PLAIN_WORKER
+    elif not on_cpu and ngram:
+        # The same drafts; with "ngram" vLLM schedules synchronously.
+        arguments["speculative_config"] = {**speculation, "method": "ngram_gpu"}
     elif not on_cpu and stock and speculation and "offload_group_size" in arguments:
         # With a draft, vLLM's engine fails an assertion.
         arguments["worker_cls"] = CHAIN_WORKER

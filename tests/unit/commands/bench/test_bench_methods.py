@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,3 +166,21 @@ def test_a_grown_target_gets_a_grown_head(asked: Asked, monkeypatch: pytest.Monk
     assert models.labels["/grown/head"] == "the embedded EAGLE-3 head as llama-1b"
     models = asked("--target-shape", "llama-1b", benchmark=True)[0].models
     assert (models.target, models.draft) == ("/grown/target", "/pair/draft")
+
+
+def test_look_up_is_scheduled_asynchronously_where_there_is_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm import platforms
+
+    from dyntree_plugin.commands.loads.engine import timed
+
+    drafting = {"method": "ngram", "num_speculative_tokens": 8}
+    tree = {"additional_config": {"dyntree": {}}}
+    for cpu, method in ((True, "ngram"), (False, "ngram_gpu")):
+        platform = SimpleNamespace(is_cpu=lambda cpu=cpu: cpu)
+        monkeypatch.setattr(platforms, "current_platform", platform, raising=False)
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        for given in ({}, tree):
+            found = timed({"speculative_config": drafting} | given)
+            assert found["speculative_config"] == drafting | {"method": method}
