@@ -56,6 +56,9 @@ timeout "$left" "$python" -m benchmarks.kernels --output "$out/kernels.json" \
     --seconds $((left > 100 ? left - 90 : 10)) \
     --flash-attention "$flash" | tee "$out/kernels.txt"
 times=${PIPESTATUS[0]}
+# The table of times of this GPU, named after it, which the package brings from then on.
+table=$(sed -n 's/^attention: auto follows \(.*\) on this GPU$/\1/p' "$out/kernels.txt")
+[[ -z $table ]] || cp "$table" "$out/table-$(basename "$table")"
 
 echo "checks exited with $checks, the benchmark with $times; results are in $out"
 ((checks == 0 && times == 0))
