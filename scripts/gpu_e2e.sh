@@ -9,10 +9,14 @@
 #                       Qwen3-Next's layers, without trees and with them
 #            launches   what a decode step starts on the device, by function; also with a target of
 #                       random weights and Qwen3-Next's layers, by trees and by vLLM's chain
-#            speed-1b   no speculation, vLLM's chains and trees, a target of Llama-3.2-1B's shape
-#            speed-8b   the same with the shape of Llama-3.1-8B, and no drawn chains: they have no room
-#            speed-eagle3-1b, speed-eagle3-8b
-#                       the same with an EAGLE-3 head: of vLLM's chains those that draft within CUDA graphs
+#            limits     what limits a step of Llama-3.1-8B's shape: host and device by stage, beside what is
+#                       expected; one start for each of no speculation, the chain and all trees
+#            speed-8b   no speculation, vLLM's chains and trees: Llama-3.1-8B with an EAGLE-3 head, whose
+#                       chains draft within CUDA graphs. Weights are random, and drafts are accepted at
+#                       given rates; so three starts serve all lengths and sizes
+#            speed-mtp  the same with MiMo-7B and its module of multi-token prediction
+#            speed-1b   no speculation, vLLM's chains, n-gram and trees, a target of Llama-3.2-1B's shape
+#            speed-eagle3-1b   the same with an EAGLE-3 head, and without n-gram
 #            speed-hybrid   the same with Mamba-2 in most layers, of Granite-4.0-H-1B's shape
 #            offload    no speculation, a chain of 5 and a tree of 63, with all layers of a target of
 #                       Llama-3.1-8B's shape in the host's memory: 3 times 14 GB of it
@@ -36,10 +40,11 @@ part=${PART:-}
 limit=${LIMIT:-480}
 case $part in
     first) limit=${LIMIT:-360} ;;
-    identity-bf16 | identity-fp32 | tests | launches | speed-1b | speed-8b | speed-eagle3-1b | speed-eagle3-8b | speed-hybrid | offload) ;;
+    identity-bf16 | identity-fp32 | tests | launches | limits) ;;
+    speed-8b | speed-mtp | speed-1b | speed-eagle3-1b | speed-hybrid | offload) ;;
     *)
-        echo "make gpu-e2e needs PART=first, identity-bf16, identity-fp32, tests, launches, speed-1b," \
-            "speed-8b, speed-eagle3-1b, speed-eagle3-8b, speed-hybrid or offload; it was '$part'" >&2
+        echo "make gpu-e2e needs PART=first, identity-bf16, identity-fp32, tests, launches, limits," \
+            "speed-8b, speed-mtp, speed-1b, speed-eagle3-1b, speed-hybrid or offload; it was '$part'" >&2
         exit 2
         ;;
 esac
@@ -144,23 +149,31 @@ launches() {
 
 declare -A depths=([7]=6 [15]=8 [31]=8 [63]=10)
 
-# Further arguments of the engines that `speed` measures.
+# Further arguments of the engines that `speed` measures, and further engines.
 offloading=
+further=()
 
-# Shape, bytes of KV cache, lengths of greedy and of drawn chains, budgets of trees; then arguments of
-# `benchmarks.serve`. All engines run side by side.
+limits() {
+    timeout -k 20 $((limit - SECONDS)) "$python" -m benchmarks.serve.limits "$out/gpu-limits.json" \
+        --note "$note" --seconds $((limit - SECONDS - 60)) 2>&1 | tee "$out/gpu-limits.txt"
+    return "${PIPESTATUS[0]}"
+}
+
+# Option that names the shape, shape, bytes of KV cache, lengths of greedy and of drawn chains,
+# budgets of trees; then arguments of `benchmarks.serve`. All engines run side by side.
 speed() {
-    local shape=$1 cache=$2 chains=${CHAINS:-$3} drawn=${DRAWN:-$4} budgets=${BUDGETS:-$5}
-    local name=serve-gpu-${part#speed-} engines=() length budget code=0
-    shift 5
+    local shape=("$1" "$2") cache=$3 chains=${CHAINS:-$4} drawn=${DRAWN:-$5} budgets
+    local name=serve-gpu-${part#speed-} engines=("${further[@]}") length number code=0
+    read -ra budgets <<<"${BUDGETS:-$6}"
+    shift 6
     for length in $chains; do engines+=(--chain "$length"); done
     for length in ${drawn/#0/}; do
         engines+=(--chain "probabilistic:$length" --chain "block:$length")
     done
     # The last is cut to what pays, as it is by default; the others show what whole trees do.
-    for budget in $budgets; do
-        local kind=', "budget": "fixed"'
-        [[ $budget != "${budgets##* }" ]] || kind=
+    for number in "${!budgets[@]}"; do
+        local kind=', "budget": "fixed"' budget=${budgets[$number]}
+        ((number + 1 < ${#budgets[@]})) || kind=
         local depth=${depths[$budget]-8}
         engines+=(--dyntree "{\"node_budget\": $budget${depth:+, \"max_depth\": $depth}$kind}")
     done
@@ -169,7 +182,7 @@ speed() {
     if ! with_tests "$python" tests/e2e/gpu_results.py whole "$out/$name.json"; then
         # shellcheck disable=SC2086  # ARGS are several
         timeout -k 20 $((limit - SECONDS)) "$python" -m benchmarks.serve \
-            --target-shape "$shape" "$@" \
+            "${shape[@]}" "$@" \
             --side-by-side $((1 + ${#engines[@]} / 2)) --time-limit $((limit - SECONDS - 30)) \
             --engine-arguments "$arguments" --note "$note" "${engines[@]}" --output "$out/$name.json" \
             ${ARGS:-} >"$out/$name.txt" 2>&1
@@ -182,14 +195,20 @@ speed() {
 
 # An H200 has 140 GiB, an H100 80. On the smaller device fewer engines stand side by side.
 if ((memory >= 100)); then
-    of_1b=("1 2 3 5 8" "3 5 8" "7 15 31 63") of_8b=("3 5" 0 "15 63")
+    of_1b=("1 2 3 5 8" "3 5 8" "7 15 31 63")
 else
-    of_1b=("1 3 5" "3 5" "15 31 63") of_8b=("5" 0 "63")
+    of_1b=("1 3 5" "3 5" "15 31 63")
 fi
+# They share processes, each of which has 17 GB of weights and 5 GB of cache. Trees must differ in
+# their nodes alone; the last two have the largest size, fixed and adaptive.
+of_8b=("1 2 3 5 8" 0 "3 7 15 31 63 63")
+of_mtp=("1 2 3 5" 0 "3 7 15 31 63 63")
 
 loads=(--temperature 0 --temperature 1 --batch 1 --batch 4 --batch 16 --batch 64
     --num-prompts 4 --max-tokens 128 --rounds 3)
 offloaded_loads=(--temperature 0 --batch 1 --num-prompts 2 --max-tokens 48 --rounds 2)
+exact_loads=(--temperature 0 --batch 1 --batch 4 --batch 16 --batch 64
+    --num-prompts 4 --max-tokens 192 --rounds 3)
 few_loads=(--temperature 0 --batch 1 --batch 8 --num-prompts 8 --max-tokens 96 --rounds 3)
 
 # Kernels and tokens at the same time; only what is measured has the device to itself.
@@ -212,7 +231,7 @@ grown_target("llama-1b", Path(pair.paths()["target"]))' &
     echo "== tokens" && cat "$scratch/tokens"
     wait "$grown"
     echo "== speed"
-    speed llama-1b $((3 << 29)) "3 5" 0 15 "${few_loads[@]}"
+    speed --target-shape llama-1b $((3 << 29)) "3 5" 0 15 "${few_loads[@]}"
     code=$?
     echo "kernels exited with $kernels_code, tokens with $tokens_code, speed with $code"
     ((kernels_code == 0 && tokens_code == 0 && code == 0))
@@ -223,7 +242,7 @@ grown_target("llama-1b", Path(pair.paths()["target"]))' &
 offload() {
     depths[63]=
     offloading=', "offload_group_size": 1, "offload_num_in_group": 1, "offload_prefetch_step": 2'
-    speed llama-8b $((1 << 30)) 5 0 63 "${offloaded_loads[@]}"
+    speed --target-shape llama-8b $((1 << 30)) 5 0 63 "${offloaded_loads[@]}"
 }
 
 case $part in
@@ -232,12 +251,23 @@ case $part in
     identity-fp32) identity fp32 $((limit - SECONDS - 25)) --dtype float32 ;;
     tests) gpu_tests ;;
     launches) launches ;;
-    speed-1b) speed llama-1b $((3 << 29)) "${of_1b[@]}" "${loads[@]}" ;;
-    # Each engine has 14 GB of weights and 4 GB of cache.
-    speed-8b) speed llama-8b $((7 << 29)) "${of_8b[@]}" "${loads[@]}" ;;
-    speed-eagle3-1b) speed llama-1b $((3 << 29)) "${of_1b[@]}" --method eagle3 "${loads[@]}" ;;
-    speed-eagle3-8b) speed llama-8b $((7 << 29)) "${of_8b[@]}" --method eagle3 "${loads[@]}" ;;
-    speed-hybrid) speed granite-h-1b $((3 << 29)) "${of_1b[@]}" "${loads[@]}" ;;
+    limits) limits ;;
+    speed-8b)
+        depths=([3]=3 [7]=7)
+        speed --exact-shape llama-8b $((5 << 30)) "${of_8b[@]}" --method eagle3 "${exact_loads[@]}"
+        ;;
+    speed-mtp)
+        depths=([3]=3 [7]=7)
+        speed --exact-shape mimo-7b $((5 << 30)) "${of_mtp[@]}" --method mtp "${exact_loads[@]}"
+        ;;
+    speed-1b)
+        further=(--chain n-gram:8 --look-up 15)
+        speed --target-shape llama-1b $((3 << 29)) "${of_1b[@]}" "${loads[@]}"
+        ;;
+    speed-eagle3-1b)
+        speed --target-shape llama-1b $((3 << 29)) "${of_1b[@]}" --method eagle3 "${loads[@]}"
+        ;;
+    speed-hybrid) speed --target-shape granite-h-1b $((3 << 29)) "${of_1b[@]}" "${loads[@]}" ;;
     offload) offload ;;
 esac
 code=$?

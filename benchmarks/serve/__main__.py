@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from benchmarks.serve import shapes
+from benchmarks.serve import exact, shapes
 from dyntree_plugin import pair
 from dyntree_plugin.commands.arguments import KINDS, embedded
 from dyntree_plugin.commands.bench.command import serve
 from dyntree_plugin.commands.bench.session import Extras
+from dyntree_plugin.commands.loads.pool import Start
 from dyntree_plugin.commands.loads.requests import ALLOWED
+from dyntree_plugin.commands.loads.runs import Engine
 from dyntree_plugin.commands.vocabulary import option
 from dyntree_plugin.options.options import MOST_NODES
 from dyntree_plugin.secrets import hidden
@@ -40,6 +43,16 @@ def main(
             "SHAPE",
             "Enlarge the embedded target to the cost of llama-1b, llama-3b, llama-8b, or of "
             "granite-h-1b, which has recurrent layers.",
+        ),
+    ] = None,
+    exact_shape: Annotated[
+        Literal["llama-8b", "mimo-7b"] | None,
+        option(
+            "--exact-shape",
+            "SHAPE",
+            "Measure Llama-3.1-8B with its EAGLE-3 head (--method eagle3) or MiMo-7B with its "
+            "module (--method mtp) by shape: random weights, and drafts that are accepted as "
+            "often as those of the embedded EAGLE-3 head.",
         ),
     ] = None,
     weights_at: Annotated[
@@ -94,7 +107,12 @@ def main(
         given = command.make_context(NAME, [*words]).params
         if given["method"] == "ngram" and (target_shape or look_ups):
             raise ValueError("--look-up measures look-up alone: leave out --method ngram")
+        of_exact = exact_shape and (target_shape or look_ups or weights_at)
+        if of_exact:
+            raise ValueError("--exact-shape goes without --target-shape, --look-up, --weights-at")
         grown, labels, remarks = _grown(target_shape, given)
+        if exact_shape is not None:
+            grown, labels, remarks = _exact(exact_shape, given)
         around = None
         if weights_at is not None:
             from benchmarks.serve import slow_weights
@@ -109,6 +127,7 @@ def main(
             look_ups=tuple(dict.fromkeys(look_ups or ())),
             side_by_side=side_by_side,
             around=around,
+            starts=_shared if exact_shape else None,
             seconds_left=_until(time_limit),
         )
     except ValueError as error:
@@ -143,6 +162,42 @@ def _grown(shape: str | None, given: dict[str, Any]) -> tuple[list[str], dict[st
     labels |= {str(grown): f"the embedded target as {shape}", str(draft): kind}
     notes = [f"{shapes.limits(shape)}.", f"Proof of the shape: {proof}."]
     return ["--target", str(grown), "--draft", str(draft)], labels, notes
+
+
+def _exact(shape: str, given: dict[str, Any]) -> tuple[list[str], dict[str, str], list[str]]:
+    """Return the words that name a target of an exact shape and its draft, their labels, and notes.
+
+    Raises:
+        ValueError: if what is measured needs real weights.
+    """
+    target, head = exact.exact(shape, pair.paths()["target"])
+    method = "mtp" if head is None else "eagle3"
+    if given["method"] != method or given["target"] is not None or given["draft"] is not None:
+        raise ValueError(
+            f"--exact-shape {shape} needs --method {method}, without --target, --draft"
+        )
+    if any(given["temperatures"] or (1.0,)):
+        raise ValueError("--exact-shape accepts drafts as at --temperature 0: give that alone")
+    if not all(each.isdecimal() for each in given["chains"] or ("",)):
+        raise ValueError("--exact-shape needs lengths of greedy chains, such as --chain 5")
+    engine = object_of("--engine-arguments", given["engine_arguments"]) | exact.ARGUMENTS
+    words = ["--target", str(target), "--engine-arguments", json.dumps(engine)]
+    labels = {str(target): f"{shape}, random weights"}
+    if head is not None:
+        words += ["--draft", str(head)]
+        labels[str(head)] = f"an EAGLE-3 head for {shape}, random weights"
+    note = (
+        f"{shape} with random weights: steps cost what they cost with its own. Drafts are accepted "
+        "by chance, as often as those of the embedded EAGLE-3 head for greedy code; between "
+        "measured sizes that is interpolated."
+    )
+    return words, labels, [note]
+
+
+def _shared(engines: Sequence[Engine]) -> Start:
+    from benchmarks.serve.shared import starts
+
+    return starts(engines)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PARTS = (
-    *("first", "identity-bf16", "identity-fp32", "tests", "launches"),
-    *("speed-1b", "speed-8b", "speed-eagle3-1b", "speed-eagle3-8b", "speed-hybrid", "offload"),
+    *("first", "identity-bf16", "identity-fp32", "tests", "launches", "limits"),
+    *("speed-8b", "speed-mtp", "speed-1b", "speed-eagle3-1b", "speed-hybrid", "offload"),
 )
 
 
@@ -31,7 +31,7 @@ def test_a_part_that_there_is_not_is_refused_with_those_there_are(tmp_path: Path
 def test_measured_trees_fill_tiles_with_their_roots() -> None:
     text = (SCRIPTS / "gpu_e2e.sh").read_text("utf-8")
     known = {int(nodes) for nodes in re.findall(r"\[(\d+)\]=\d", text)}
-    engines = re.findall(r'of_\db=\("[\d ]+" (?:"[\d ]+"|0) "([\d ]+)"\)', text)
+    engines = re.findall(r'of_\w+=\("[\d ]+" (?:"[\d ]+"|0) "([\d ]+)"\)', text)
     engines += re.findall(r'^ +speed .* \d "?(\d+)"? "\$', text, re.MULTILINE)
     measured = {int(nodes) for each in engines for nodes in each.split()}
     assert measured == known

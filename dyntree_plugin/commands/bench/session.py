@@ -19,7 +19,7 @@ from dyntree_plugin.commands.bench.results import Cell, Result, Series
 from dyntree_plugin.commands.engine import text_config_of, tokenizer_of
 from dyntree_plugin.commands.loads.engine import Around
 from dyntree_plugin.commands.loads.load import Load
-from dyntree_plugin.commands.loads.pool import EngineProcess, Pool
+from dyntree_plugin.commands.loads.pool import EngineProcess, Pool, Start
 from dyntree_plugin.commands.loads.requests import (
     Parameters,
     Request,
@@ -111,7 +111,9 @@ class Extras:
     ``labels``: names in the result for models in folders of this machine. ``samplings``: parameters
     of all requests; every set is served with each. ``look_ups``: nodes of trees without a draft.
     ``side_by_side``: engines kept at a time; None: as many as fit. ``around``: makes the context in
-    which an engine's process starts the engine. ``seconds_left``: until measurements must end.
+    which an engine's process starts the engine. ``starts``: makes, of all engines to be measured,
+    what starts one of them, in place of `EngineProcess`. ``seconds_left``: until measurements must
+    end.
     """
 
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -120,6 +122,7 @@ class Extras:
     look_ups: Sequence[int] = ()
     side_by_side: int | None = None
     around: Around | None = None
+    starts: Callable[[Sequence[Engine]], Start] | None = None
     seconds_left: Callable[[], float] = lambda: math.inf
 
 
@@ -188,7 +191,8 @@ def run(grid: Grid, contest: Contest, notes: Sequence[str], done: Done) -> Itera
         *([f"{longer} prompts were too long and were left out."] if longer else []),
     ]
     shown = [plan.labelled(engine, contest.models.labels) for engine in engines]
-    start = partial(EngineProcess, around=contest.extras.around)
+    starts = contest.extras.starts
+    start = starts(engines) if starts else partial(EngineProcess, around=contest.extras.around)
     with Pool(contest.extras.side_by_side, start) as pool:
         if together := pool.holds(len(engines)):
             pool.start([(e, warm_ups(list(served(e, loads, serves).values()))) for e in engines])

@@ -151,6 +151,8 @@ class Served:
         """Serve every request of the load. When one ends, the next one begins."""
         from prometheus_client import REGISTRY
 
+        if load.told is not None:
+            self._llm.collective_rpc("begin_load", args=load.told)
         before = list(REGISTRY.collect())
         start = time.perf_counter()
         requests, steps = self._steps(load)
@@ -176,6 +178,7 @@ class Served:
             tokens_per_step_error=_error([(len(r.tokens) - 1, r.steps - 1) for r in requests]),
             speculation=counts.speculation(grown),
             fallbacks=counts.fallbacks(grown),
+            told=None if load.told is None else self._llm.collective_rpc("end_load")[0],
         )
         return run, [request.tokens for request in requests]
 

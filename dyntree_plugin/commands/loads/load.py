@@ -13,7 +13,9 @@ from dyntree_plugin.commands.loads.requests import Request
 class Load:
     """The ``requests`` of one run, ``concurrency`` of them at a time.
 
-    Their prompts are lists of tokens. Request ``i`` has the seed ``seed + i``.
+    Their prompts are lists of tokens. Request ``i`` has the seed ``seed + i``. ``told``: arguments
+    of the method ``begin_load`` of the engine's ``worker_extension_cls``, which is called first;
+    what its ``end_load`` returns at the end is `Run.told`. None without such a class.
     """
 
     requests: Sequence[Request]
@@ -21,6 +23,7 @@ class Load:
     temperature: float
     max_tokens: int
     seed: int = 0
+    told: tuple[Any, ...] | None = None
 
     def sampling(self, number: int) -> dict[str, Any]:
         """Return all sampling parameters of a request by the names of vLLM's ``SamplingParams``.

@@ -110,6 +110,10 @@ class EngineProcess:
             os.kill(self._process.pid, number)
 
 
+Start = Callable[[Engine, Path], EngineProcess]
+"""Begins to start an engine, whose output goes to the file."""
+
+
 class Pool:
     """Keeps as many engines as fit; the others take turns in the last place.
 
@@ -120,7 +124,7 @@ class Pool:
     def __init__(
         self,
         places: int | None = None,
-        start: Callable[[Engine, Path], EngineProcess] = EngineProcess,
+        start: Start = EngineProcess,
     ) -> None:
         self._places, self._start = places, start
         self._running: dict[str, EngineProcess] = {}

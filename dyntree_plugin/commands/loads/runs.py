@@ -52,7 +52,7 @@ class Run(Record):
     steps. ``request_steps``: steps of all single requests after their first tokens; 0 if unknown.
     They belong to ``output_tokens``, which has no token after the end of an answer; ``speculation``
     may count such tokens. ``tokens_per_step_error``: standard error, over requests, of the tokens
-    per such step; 0 if unknown.
+    per such step; 0 if unknown. ``told``: as in `Load`; no result file has it.
     """
 
     round: int
@@ -68,6 +68,7 @@ class Run(Record):
     tokens_per_step_error: float = 0.0
     speculation: Speculation = Speculation()
     fallbacks: Fallbacks = Fallbacks()
+    told: Any = Field(default=None, exclude=True)
 
 
 def latencies_ms(

@@ -1,0 +1,88 @@
+"""Models of real shapes and random weights, which vLLM makes (``load_format: dummy``).
+
+A step costs what it costs with the real weights: heads of 128, the whole vocabulary, a head of the
+published size. What is accepted must come from elsewhere; see `at_rates`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cache import cached
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": _LLAMA
+    | {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "mimo-7b": _LLAMA
+    | {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 640000.0},
+        "vocab_size": 151680,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_nextn_predict_layers": 1,
+    },
+}
+"""Configurations of Llama-3.1-8B and MiMo-7B, which has a module of multi-token prediction."""
+
+HEADS: dict[str, dict[str, Any]] = {
+    "llama-8b": {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": 32000,
+        "eagle_aux_hidden_state_layer_ids": [2, 16, 29],
+        "num_aux_hidden_states": 3,
+    }
+}
+"""What differs from the target in the configuration of its published EAGLE-3 head."""
+
+ARGUMENTS: dict[str, Any] = {"load_format": "dummy"}
+"""Arguments of ``LLM`` for these models."""
+
+
+def exact(name: str, tokenizer: Path) -> tuple[Path, Path | None]:
+    """Return the folders of a target and of its EAGLE-3 head, None where it has a module.
+
+    ``tokenizer``: the folder of a model whose tokenizer makes the prompts.
+    """
+    target = _written(f"exact-{name}", SHAPES[name], tokenizer)
+    if name not in HEADS:
+        return target, None
+    return target, _written(f"exact-{name}-head", SHAPES[name] | HEADS[name], tokenizer)
+
+
+def _written(name: str, config: dict[str, Any], tokenizer: Path) -> Path:
+    folder = cached("shapes") / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / file, folder / file)
+    return folder
