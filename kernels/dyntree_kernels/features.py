@@ -36,6 +36,7 @@ SERVED: Mapping[str, frozenset[str]] = {
     "reference": _MASKS | SCALES | {"value_size"},
     "cpu": _MASKS | SCALES - {"query_scale"},
     "triton": _MASKS | SCALES | {"value_size"},
+    "triton, by path": _MASKS | SCALES,
     "flashinfer": frozenset(),
     "xqa": frozenset(),
     "cascade": frozenset(),

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import triton
@@ -76,6 +77,7 @@ def compile_for(
     stages: int = 3,
     types: Mapping[str, str] = POINTERS,
     capability: int = 90,
+    options: Mapping[str, Any] = MappingProxyType({}),
     **constants: Any,
 ) -> Any:
     """Compile with these constants, and return Triton's compiled kernel."""
@@ -90,7 +92,7 @@ def compile_for(
     return triton.compile(
         ASTSource(kernel, signature, values, aligned),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps, "num_stages": stages},
+        options={"num_warps": warps, "num_stages": stages, **options},
     )
 
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 triton = pytest.importorskip("triton", reason="these kernels are written in Triton")
 
-from ahead_of_time import HAS_TOOLS, NO_TOOLS, PLAIN, POINTERS, UNQUANTISED, compiled  # noqa: E402
+from ahead_of_time import (  # noqa: E402
+    HAS_TOOLS,
+    NO_TOOLS,
+    PLAIN,
+    POINTERS,
+    UNQUANTISED,
+    compile_for,
+    compiled,
+    loops,
+)
 
 from dyntree_kernels.cuda import (  # noqa: E402
     attention,
@@ -23,6 +33,7 @@ from dyntree_kernels.cuda import (  # noqa: E402
     latent_attention,
     learn,
     look_up,
+    path_attention,
     paths,
     place,
     recurrence,
@@ -39,6 +50,10 @@ pytestmark = pytest.mark.skipif(not HAS_TOOLS, reason=NO_TOOLS)
 SPILLED = {(128, 4, 4): 8, (16, 4, "*bf16"): 8}
 """Bytes of attention's stack, by rows, group, and splits or queries beside a quantised cache. The
 first tile needs two registers more than there are, to treat values that are not finite."""
+OF_PATHS: dict[str, Any] = {
+    "G": 4, "PAGE": 16, "BLOCKS": 512, "BOTH_WAYS": False, **PLAIN, **UNQUANTISED,
+}  # fmt: skip
+"""Attention in the order of positions."""
 OF_TRIES = {
     growth._expand: ("ABOVE", "GRAFT_DEPTHS", "EXPANSIONS"),
     growth._order: (),
@@ -146,6 +161,54 @@ def test_attention_over_quantised_caches_fits(rows: int, of_queries: str) -> Non
     )  # fmt: skip
     assert used["stack"] <= SPILLED.get((rows, 4, of_queries), 0), used
     assert used["shared"] <= 227 * 1024, used
+
+
+@CAPABILITIES
+@pytest.mark.parametrize(
+    ("head_size", "of_cache", "features"),
+    [
+        (64, "*bf16", {}),
+        (128, "*fp8e4nv", {}),
+        (128, "*bf16", {"WINDOW": 128, "CAP": 72.1}),
+        (256, "*bf16", {"WINDOW": 4096}),
+        (512, "*bf16", {"WINDOW": 4096, "CAP": 72.1}),
+        (128, "*fp32", {}),
+    ],
+)
+def test_attention_in_the_order_of_positions_does_not_spill(
+    head_size: int, of_cache: str, features: dict[str, Any], capability: int
+) -> None:
+    size = {"*fp8e4nv": 1, "*bf16": 2, "*fp32": 4}[of_cache]
+    types = {"KV": of_cache} | (dict.fromkeys(("Q", "OUT"), of_cache) if size == 4 else {})
+    tile = path_attention.path_tiling(head_size, size)
+    used = compiled(
+        path_attention._path_attention, tile.warps, tile.stages, POINTERS | types, capability,
+        path_attention.ARITHMETIC, BM=tile.block_m, BN=tile.block_n, D=head_size, DP=head_size,
+        **OF_PATHS | features,
+    )  # fmt: skip
+    assert used["stack"] == 0, used
+    assert used["shared"] <= 99 * 1024, used
+
+
+@CAPABILITIES
+def test_masked_tiles_round_as_the_others(capability: int) -> None:
+    """Their products have one layout, and no multiplication is fused with an addition. Control:
+    usual arithmetic, in which some are."""
+    tile = path_attention.path_tiling(128, 2)
+    strict, usual = (
+        compile_for(
+            path_attention._path_attention, tile.warps, tile.stages, POINTERS, capability, options,
+            BM=tile.block_m, BN=tile.block_n, D=128, DP=128, **OF_PATHS | {"WINDOW": 128},
+        )
+        for options in (path_attention.ARITHMETIC, {})
+    )  # fmt: skip
+    products = re.findall(r"tt\.dot .* : (.*?) loc", strict.asm["ttgir"])
+    assert len(products) == 6
+    assert products[2:] == products[:2] * 2
+    fused = [
+        sum("FFMA" in text for loop in loops(each) for text in loop) for each in (strict, usual)
+    ]
+    assert fused[0] == 0 < fused[1]
 
 
 @CAPABILITIES

@@ -21,7 +21,7 @@ from ahead_of_time import (  # noqa: E402
     loops,
 )
 
-from dyntree_kernels.cuda import attention, latent_attention, splits  # noqa: E402
+from dyntree_kernels.cuda import attention, latent_attention, path_attention, splits  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not HAS_TOOLS, reason=NO_TOOLS)
 CAPABILITIES = pytest.mark.parametrize(
@@ -66,6 +66,22 @@ def test_a_tile_is_in_flight_while_another_is_multiplied(
     assert waits, "the loop never waits for its copies"
     assert min(waits) >= 1
     assert result.metadata.shared <= (tile.shared or 227 << 10)
+
+
+@CAPABILITIES
+@pytest.mark.parametrize(
+    ("head_size", "of_cache"), [(128, "*bf16"), (128, "*fp8e4nv"), (256, "*bf16")]
+)
+def test_tiles_of_context_are_in_flight_in_the_order_of_positions(
+    head_size: int, of_cache: str, capability: int
+) -> None:
+    tile = path_attention.path_tiling(head_size, 2 if of_cache == "*bf16" else 1)
+    result = compile_for(
+        path_attention._path_attention, tile.warps, tile.stages, POINTERS | {"KV": of_cache},
+        capability, path_attention.ARITHMETIC, G=4, D=head_size, DP=head_size, PAGE=16, BLOCKS=512,
+        BM=tile.block_m, BN=tile.block_n, BOTH_WAYS=False, **PLAIN, **UNQUANTISED,
+    )  # fmt: skip
+    assert min(copies_in_flight(result)) >= 1
 
 
 @pytest.mark.parametrize(("rows", "head_size"), [(64, 128), (400, 128), (32, 256)])

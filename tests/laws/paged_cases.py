@@ -48,11 +48,21 @@ class Case(AttentionCase):
             self.q, self.kv_cache, self.block_table, self.ctx_lens, self.qo_indptr, self.bits,
         )  # fmt: skip
 
-    def attend(self, out: torch.Tensor, **options: Any) -> None:
+    def attend(
+        self, out: torch.Tensor, *, by_path: bool = False, chains: bool = False, **options: Any
+    ) -> None:
+        """``chains``: with ``by_path``, take all requests for ones without a tree."""
         from dyntree_kernels.cuda.attention import tree_attention
+        from dyntree_kernels.cuda.path_attention import Paths, path_attention
 
+        run, (q, cache, table, contexts, starts, bits) = tree_attention, self.arguments
+        if by_path:
+            run, bits = path_attention, Paths.of(bits)
+        if chains:
+            options["seq_lens"] = contexts + torch.diff(starts)
+            contexts = torch.full_like(contexts, -1)
         rows = max(mask.shape[0] for mask in self.masks)
-        tree_attention(*self.arguments, out, self.features, max_rows=rows, **options)
+        run(q, cache, table, contexts, starts, bits, out, self.features, max_rows=rows, **options)
 
     def broken(self, request: int, position: int, part: str, value: float) -> Case:
         cache, size = self.kv_cache.clone(), self.kv_cache.shape[2]

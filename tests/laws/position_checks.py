@@ -12,26 +12,25 @@ from attention_checks import BEYOND, on, tree_batch
 from attention_inputs import AttentionCase, tree_mask
 from tree_shapes import chain
 
-CONTEXTS = [300, 0, 45, 223]
-"""Ends of context in the middle of a tile, at its last position, and none."""
-
 
 class PositionChecks:
     """Tests of the kernel that runs the cases of ``make`` with the option `by_path`.
 
-    ``layouts`` are arguments of ``make``, ``options`` those of the kernel, and ``others`` options
-    with which sums run in another order. ``features``: names of `BEYOND` that it serves.
+    ``layouts`` are arguments of ``make``, ``options`` those of the kernel, ``plain`` further ones
+    for requests without a tree, and ``others`` options with which sums run in another order.
     """
 
     make: ClassVar[Callable[..., AttentionCase]]
     layouts: ClassVar[Sequence[Mapping[str, Any]]]
     options: ClassVar[Mapping[str, Any]] = {"by_path": True}
+    plain: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
     others: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
-    features: ClassVar[Sequence[str]] = tuple(BEYOND)
     nodes: ClassVar[Sequence[int]] = (40, 65, 9, 33)
+    contexts: ClassVar[list[int]] = [300, 0, 45, 223]
+    """They end in the middle of a tile, at its last position, and before the first."""
 
     def trees(self, name: str | None = None, **layout: Any) -> AttentionCase:
-        return self._with(self.make(tree_batch(*self.nodes), CONTEXTS, **layout), name)
+        return self._with(self.make(tree_batch(*self.nodes), self.contexts, **layout), name)
 
     def rows(
         self, trees: AttentionCase, rows: Sequence[int], lengths: Sequence[int], **layout: Any
@@ -45,7 +44,7 @@ class PositionChecks:
         for row, length in zip(rows, lengths, strict=True):
             request = int((trees.qo_indptr > row).nonzero()[0]) - 1
             sees = trees.masks[request][row - trees.rows(request).start]
-            at = torch.nn.functional.pad(sees, (CONTEXTS[request], 0), value=True)
+            at = torch.nn.functional.pad(sees, (self.contexts[request], 0), value=True)
             masks.append(tree_mask(chain(min(length, int(at.sum())))))
             contexts.append(int(at.sum()) - len(masks[-1]))
             others = trees.q[row].expand(len(masks[-1]) - 1, -1, -1)
@@ -57,8 +56,8 @@ class PositionChecks:
         made.features = trees.features
         return made
 
-    def last_rows(self, case: AttentionCase) -> torch.Tensor:
-        return case.run(**self.options)[case.qo_indptr[1:].long() - 1]
+    def last_rows(self, case: AttentionCase, **plain: Any) -> torch.Tensor:
+        return case.run(**self.options, **plain)[case.qo_indptr[1:].long() - 1]
 
     def assert_plain(self, name: str | None = None, **layout: Any) -> None:
         """Compare trees with each row in a batch of plain rows, alone, and as the last of many."""
@@ -73,7 +72,8 @@ class PositionChecks:
                 self.last_rows(self.rows(trees, [row], [1], **layout))[0], found[row]
             )
         lengths = [(3, 30, 150)[number % 3] for number in range(len(some))]
-        assert torch.equal(self.last_rows(self.rows(trees, some, lengths, **layout)), found[some])
+        chains = self.rows(trees, some, lengths, **layout)
+        assert all(torch.equal(self.last_rows(chains, **way), found[some]) for way in self.plain)
 
     def test_a_row_of_a_tree_has_the_bits_of_a_plain_row(self) -> None:
         for layout in self.layouts:
@@ -82,12 +82,9 @@ class PositionChecks:
     @pytest.mark.parametrize("name", BEYOND)
     def test_windows_soft_caps_sinks_and_scales_keep_the_bits(self, name: str) -> None:
         """Some chains have more rows than the window has positions."""
-        if name in self.features:
-            self.assert_plain(name, **self.layouts[-1])
+        self.assert_plain(name, **self.layouts[-1])
 
     def test_rows_that_see_both_ways_have_the_same_bits_in_any_batch(self) -> None:
-        if "window" not in self.features:
-            pytest.skip("not served")
         block = [torch.ones(9, 9, dtype=torch.bool)]
         case = self._with(self.make(block, [77]), "window")
         case.features = dataclasses.replace(case.features, both_ways=True)
@@ -117,14 +114,13 @@ class PositionChecks:
         given = alone.q.cpu(), [keys[order]], [values[order]]
         exchanged = self.make(alone.masks, [len(keys) - 1], given=given)
         assert not torch.equal(exchanged.run(**self.options), right)
-        if "window" in self.features:
-            shifted = [torch.cat([x[:16], x]) for x in (keys, values)]
-            given = alone.q.cpu(), *([each] for each in shifted)
-            later = self.make(alone.masks, [len(keys) + 15], given=given)
-            later.features = dataclasses.replace(alone.features, window=len(keys))
-            out = later.run(**self.options)
-            torch.testing.assert_close(out, right, atol=1e-5, rtol=1e-5)
-            assert not torch.equal(out, right)
+        shifted = [torch.cat([x[:8], x]) for x in (keys, values)]
+        given = alone.q.cpu(), *([each] for each in shifted)
+        later = self.make(alone.masks, [len(keys) + 7], given=given)
+        later.features = dataclasses.replace(alone.features, window=len(keys))
+        out = later.run(**self.options)
+        torch.testing.assert_close(out, right, atol=1e-5, rtol=1e-5)
+        assert not torch.equal(out, right)
 
     def _with(self, case: AttentionCase, name: str | None) -> AttentionCase:
         case.features = dataclasses.replace(

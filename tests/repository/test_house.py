@@ -20,7 +20,7 @@ BESIDE = sorted(
 MOST_LINES = 400
 MOST_LINES_OF_A_BODY = 50
 
-PROGRAMS = {"_latent_attention", "_learn", "_tree_attention"}
+PROGRAMS = {"_latent_attention", "_learn", "_path_attention", "_tree_attention"}
 """Triton programs that are one loop each. A part of the loop would need most of its variables."""
 
 

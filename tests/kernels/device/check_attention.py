@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from attention_checks import BEYOND, FeatureChecks, assert_matches, on, tree_batch
 from attention_inputs import draft_masks, tree_mask
 from paged_cases import DEVICE, LAYOUTS, make_case
+from position_checks import PositionChecks
 from tree_shapes import chain
 
 from dyntree_kernels.cuda.attention import Tiling, tiling, tree_attention
@@ -30,10 +32,29 @@ LARGE = pytest.mark.skipif(not ON_GPU, reason="too large for the interpreter")
 class TestTreeAttentionOnTheDevice(FeatureChecks):
     kernel = "triton"
     make = staticmethod(make_case)
-    ways = ({"splits": 1, "tiles": SMALL}, {"splits": 3, "tiles": SMALL})
+    ways = ({"splits": 1, "tiles": SMALL}, {"splits": 3, "tiles": SMALL}, {"by_path": True})
     quantised = ({"kv_dtype": FLOAT8},)
     contexts = (0, 1, 15, 16, 17, 95)
     few = not ON_GPU
+
+
+class TestOrderOfPositionsOnTheDevice(PositionChecks):
+    make = staticmethod(make_case)
+    layouts = (
+        {"kv_heads": 1, "group": 7},
+        {"dtype": torch.float16, "kv_heads": 1, "group": 1, "head_size": 64},
+        {"kv_dtype": FLOAT8},
+        *([{"dtype": torch.bfloat16, "head_size": 128, "group": 4}] if ON_GPU else []),
+        {},
+    )
+    options: ClassVar[dict[str, Any]] = {"by_path": True, "tiles": SMALL}
+    plain = ({}, {"chains": True})
+    others = (
+        *({"splits": splits, "tiles": SMALL} for splits in (1, 2)),
+        {"by_path": True, "tiles": Tiling(16, 16, 8, 2)},
+    )
+    nodes = (40, 65, 9, 33) if ON_GPU else (14, 17, 5)
+    contexts = [300, 0, 45, 223] if ON_GPU else [120, 0, 95]
 
 
 @pytest.mark.parametrize("splits", [1, 3])
