@@ -79,7 +79,7 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     configuration.attach_further_drafts(speculation, further)
     vllm_config.parallel_config.worker_cls = workers[device_type]
     if device_type == "cuda":
-        _choose_attention(vllm_config, masks=masks)
+        _choose_attention(vllm_config, on_triton=masks or plan.same_bits)
     else:
         _choose_latent_on_cpu(vllm_config)
     _log(vllm_config, plan, device_type)
@@ -98,11 +98,11 @@ def configure_scheduler(vllm_config: VllmConfig, device_type: str) -> None:
         configuration.size_trees_by_step(vllm_config, device_type)
 
 
-def _choose_attention(vllm_config: VllmConfig, *, masks: bool = False) -> None:
+def _choose_attention(vllm_config: VllmConfig, *, on_triton: bool = False) -> None:
     """Name a backend that carries trees where vLLM may prefer another, unless the user has.
 
-    That is so for latent attention, for images whose tokens see each other both ways, and for
-    drafts that read ``masks``: FLASHINFER does not serve them.
+    That is so for latent attention, for images whose tokens see each other both ways, and
+    ``on_triton``: for drafts that read masks, and with `exactness` bits.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -111,7 +111,7 @@ def _choose_attention(vllm_config: VllmConfig, *, masks: bool = False) -> None:
     from dyntree_plugin.engine import configuration
 
     attention, model = vllm_config.attention_config, vllm_config.model_config
-    if attention.backend is None and (model.use_mla or model.is_mm_prefix_lm or masks):
+    if attention.backend is None and (model.use_mla or model.is_mm_prefix_lm or on_triton):
         serving = "TRITON_ATTN"
         if model.use_mla:
             (serving, *_) = SPARSE_CUDA_BACKENDS if index_topk(model) else LATENT_CUDA_BACKENDS
@@ -164,6 +164,7 @@ def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
 
     from dyntree_plugin.admission import check, heads, offloading
     from dyntree_plugin.admission.blocks import block_advice
+    from dyntree_plugin.admission.same_bits import bits_advice
     from dyntree_plugin.admission.states import state_note
     from dyntree_plugin.engine.configuration import further_drafts
     from dyntree_plugin.engine.fallback import default_chain_reasons
@@ -172,6 +173,8 @@ def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
     logger = init_logger("vllm.dyntree")
     in_force = ", ".join(f"{name}={value}" for name, value in plan.in_force().items())
     logger.info("dyntree %s is active: %s", __version__, in_force)
+    if plan.same_bits:
+        logger.info("%s", bits_advice(device_type))
     if 0 < plan.shape.grafts < plan.shape.node_budget:
         logger.info("Look-up adds at most %d nodes to a tree on CUDA.", plan.shape.grafts)
     for line in check.look_up_advice(vllm_config, device_type):

@@ -5,6 +5,8 @@
 #                       bf16 with one tree, and no speculation, vLLM's chains and the tree at two batches
 #            identity-bf16, identity-fp32
 #                       the same tokens as vLLM without trees, with controls
+#            identity-bits
+#                       with `exactness` bits: the same bits as without nodes, in other batches, with controls
 #            tests      the tests for GPUs: no step waits for the device; the tokens of a target with
 #                       Qwen3-Next's layers, without trees and with them
 #            launches   what a decode step starts on the device, by function; also with a target of
@@ -40,10 +42,10 @@ part=${PART:-}
 limit=${LIMIT:-480}
 case $part in
     first) limit=${LIMIT:-360} ;;
-    identity-bf16 | identity-fp32 | tests | launches | limits) ;;
+    identity-bf16 | identity-fp32 | identity-bits | tests | launches | limits) ;;
     speed-8b | speed-mtp | speed-1b | speed-eagle3-1b | speed-hybrid | offload) ;;
     *)
-        echo "make gpu-e2e needs PART=first, identity-bf16, identity-fp32, tests, launches, limits," \
+        echo "make gpu-e2e needs PART=first, identity-bf16, identity-fp32, identity-bits, tests, launches, limits," \
             "speed-8b, speed-mtp, speed-1b, speed-eagle3-1b, speed-hybrid or offload; it was '$part'" >&2
         exit 2
         ;;
@@ -91,11 +93,12 @@ stamp=$(with_tests "$python" tests/e2e/gpu_results.py stamp)
 has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
 stands() { [[ -f $1 && $(head -n 1 "$1") == "$stamp" ]]; }
 
-# Type, seconds, further arguments of the program.
+# Type or bits, seconds, further arguments of the program.
 identity() {
-    local name=$1 seconds=$2 code
+    local name=$1 seconds=$2 program=device_identity code
     shift 2
-    with_tests timeout -k 20 $((seconds + 20)) "$python" tests/e2e/device_identity.py \
+    [[ $name != bits ]] || program=device_bits
+    with_tests timeout -k 20 $((seconds + 20)) "$python" "tests/e2e/$program.py" \
         "$out/gpu-identity-$name.json" --note "$note" --seconds "$seconds" "$@" \
         >"$out/gpu-identity-$name.txt" 2>"$out/gpu-identity-$name.log"
     code=$?
@@ -249,6 +252,7 @@ case $part in
     first) first ;;
     identity-bf16) identity bf16 $((limit - SECONDS - 25)) --dtype bfloat16 ;;
     identity-fp32) identity fp32 $((limit - SECONDS - 25)) --dtype float32 ;;
+    identity-bits) identity bits $((limit - SECONDS - 25)) ;;
     tests) gpu_tests ;;
     launches) launches ;;
     limits) limits ;;

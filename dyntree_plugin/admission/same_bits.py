@@ -11,7 +11,7 @@ from dyntree_plugin.options.options import NAMESPACE
 _OPTION = f"{NAMESPACE}.exactness"
 _BITS = Targets(_OPTION, lambda _: "bits")
 
-ON_CPU = (
+REFUSALS = (
     _BITS.refusal(
         "is_moe",
         lambda c: c.model_config.is_moe,
@@ -48,10 +48,30 @@ ON_CPU = (
 
 def bits_refusals(vllm_config: Any, device_type: str) -> Iterator[str]:
     """Yield why the bits of a configuration's output would depend on drafts and batches."""
-    if device_type == "cpu":
-        yield from filter(None, (refusal(vllm_config) for refusal in ON_CPU))
+    yield from filter(None, (refusal(vllm_config) for refusal in REFUSALS))
+    if device_type != "cuda":
         return
-    yield (
-        f"{_OPTION}='bits' is not supported on {device_type} yet: products and attention there "
-        "sum in an order that depends on the rows of a step; use tokens, or a CPU"
-    )
+    from vllm import envs
+
+    if not envs.VLLM_BATCH_INVARIANT:
+        yield (
+            f"{_OPTION}='bits' on CUDA needs vLLM's batch-invariant mode: products sum in an order "
+            "that depends on the rows of a step; set VLLM_BATCH_INVARIANT=1 in the environment"
+        )
+    backend = vllm_config.attention_config.backend
+    if backend is not None and backend.name != "TRITON_ATTN":
+        yield (
+            f"{_OPTION}='bits', attention_backend={backend.name!r} is not supported: caches of "
+            "TRITON_ATTN alone were compared; leave it out"
+        )
+
+
+def bits_advice(device_type: str) -> str:
+    """Return what the log says of `exactness` bits."""
+    how = {
+        "cpu": "products have a fixed least number of rows, and one kernel computes the attention "
+        "of all rows",
+        "cuda": "VLLM_BATCH_INVARIANT=1 is on, and one kernel computes the attention of all rows; "
+        "this was compared on an emulated GPU, and has not run on one",
+    }
+    return f"{_OPTION}=bits: {how[device_type]}."

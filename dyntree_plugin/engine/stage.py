@@ -23,7 +23,7 @@ from dyntree_plugin.engine.layer_kinds import Keeper, LayerGroup, keepers
 from dyntree_plugin.engine.pipeline.relay import TreeRelay
 from dyntree_plugin.engine.states.committer import OneStatePerRequest
 from dyntree_plugin.engine.step.ops import TreeOps
-from dyntree_plugin.engine.step.place import WithTreePositions, place_nodes, without_trees
+from dyntree_plugin.engine.step.place import WithTreePositions, place_nodes
 from dyntree_plugin.engine.step.records import Step
 from dyntree_plugin.engine.step.trees import PlacedTrees
 from dyntree_plugin.engine.telemetry.trace import TreeTrace
@@ -142,8 +142,6 @@ class TreeStage(AdapterRows):
             same_bits = self.plan.same_bits
             self.step.mask = place_nodes(batch, self.place_rows, same_bits=same_bits)
             self.step.shift = None if of_rows is None else batch.positions - of_rows
-        elif self.plan.same_bits:
-            self.step.mask = without_trees(batch)
 
     def place_rows(
         self, batch: InputBatch, *, all_trees: bool

@@ -125,11 +125,14 @@ class Device:
     dtype: str
     seconds_left: Callable[[], float]
 
-    def serve(self, engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Result]:
+    def serve(
+        self, engine: Mapping[str, Any], runs: Mapping[str, Run], **variables: str
+    ) -> dict[str, Result]:
         own = {"enforce_eager": False, "gpu_memory_utilization": 0.1} if ON_CUDA else {}
         arguments = {**own, **engine, "dtype": self.dtype}
         seconds = max(self.seconds_left(), 1.0)
-        return serve(arguments, runs, threads=1, seconds=seconds, **exact_products(self.dtype))
+        variables |= exact_products(self.dtype)
+        return serve(arguments, runs, threads=1, seconds=seconds, **variables)
 
 
 def exact_products(dtype: str) -> dict[str, str]:

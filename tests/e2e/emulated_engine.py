@@ -23,9 +23,11 @@ class Emulated:
     launches: dict[str, int]
 
 
-def serve_emulated(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Emulated]:
+def serve_emulated(
+    engine: Mapping[str, Any], runs: Mapping[str, Run], **environment: str
+) -> dict[str, Emulated]:
     """Start an engine as on CUDA, and work through the runs."""
-    found = answered(__file__, engine, runs, threads=1, TRITON_INTERPRET="1")
+    found = answered(__file__, engine, runs, threads=1, TRITON_INTERPRET="1", **environment)
     return {
         name: Emulated(result_of(one["result"]), one["replays"], one["launches"])
         for name, one in found.items()

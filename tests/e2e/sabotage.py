@@ -15,6 +15,7 @@ from unittest import mock
 import adapters
 import numpy as np
 import sabotage_of_bits
+import sabotage_of_bits_on_cuda
 import sabotage_of_blocks
 import sabotage_of_caches
 import sabotage_of_heads
@@ -36,6 +37,7 @@ OF_PATHS = ("without_paths", "rows_as_paths")
 _OTHERS = (
     adapters,
     sabotage_of_bits,
+    sabotage_of_bits_on_cuda,
     sabotage_of_blocks,
     sabotage_of_caches,
     sabotage_of_heads,

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import sabotage_of_bits
 import workload
-from engine_process import Output, Request, Result, Run, serve
+from engine_process import Result, Run, serve
+from equal_bits import differing, without_nodes
 from slow import marked
 
 from dyntree_plugin import pair
-from dyntree_plugin.admission.node_limit import NAME
 
 pytestmark = pytest.mark.e2e
 
@@ -28,10 +27,6 @@ REQUESTS = [
     *workload.long_each_kind(range(140, 146), 300, **SCORES),
 ]
 FEW = REQUESTS[10:]
-
-
-def without_nodes(requests: list[Request]) -> list[Request]:
-    return [replace(r, params={**r.params, "extra_args": {NAME: 0}}) for r in requests]
 
 
 PLAIN = Run(without_nodes(REQUESTS), batch=3)
@@ -81,25 +76,12 @@ def served() -> Served:
     return results
 
 
-def differing(run: Run, result: Result, plain: Result) -> list[str]:
-    """Return the requests of whose answers any bit differs from that of the plain ones."""
-    pairs = zip(PLAIN.requests, plain.outputs, strict=True)
-    wanted = {request.key: output for request, output in pairs}
-    requests = zip(without_nodes(run.requests), result.outputs, strict=True)
-    return [each.key for each, output in requests if bits(output) != bits(wanted[each.key])]
-
-
-def bits(output: Output | None) -> Any:
-    assert output is not None
-    return output.tokens, output.logprobs, output.prompt_logprobs
-
-
 @pytest.mark.parametrize(("engine", "name"), marked(RUNS, SLOW))
 def test_bfloat16_answers_have_the_same_bits(engine: str, name: str, served: Served) -> None:
     # A compiled model rounds less often, and so is compared with itself.
     plain = served("compiled" if engine == "compiled" else "tree", "bfloat16")["plain"]
     result = served(engine, "bfloat16")[name]
-    assert differing(ENGINES[engine][1][name], result, plain) == []
+    assert differing(ENGINES[engine][1][name], result, PLAIN, plain) == []
     drafted = "vllm:spec_decode_num_accepted_tokens_total"
     assert ("plain" in name) == (result.metrics[drafted] == 0)
 
@@ -109,7 +91,7 @@ def test_float32_answers_have_the_same_bits_and_the_tokens_of_vllm(served: Serve
     results = served("tree", "float32")
     for name in ("trees", "trees in batches of 5", "plain alone"):
         run = ENGINES["tree"][1][name]
-        assert differing(run, results[name], results["plain"]) == [], name
+        assert differing(run, results[name], PLAIN, results["plain"]) == [], name
     (of_vllm,) = served("vLLM", "float32").values()
     tokens = [[each.tokens for each in run.outputs if each] for run in (of_vllm, results["plain"])]
     assert tokens[0] == tokens[1]
@@ -118,7 +100,7 @@ def test_float32_answers_have_the_same_bits_and_the_tokens_of_vllm(served: Serve
 @pytest.mark.parametrize("broken", [each.__name__ for each in sabotage_of_bits.BROKEN])
 def test_a_broken_mechanism_changes_bits(broken: str, served: Served) -> None:
     results = served("tree", "bfloat16")
-    assert differing(ENGINES["tree"][1][broken], results[broken], results["plain"])
+    assert differing(ENGINES["tree"][1][broken], results[broken], PLAIN, results["plain"])
 
 
 def test_prompts_came_in_chunks_and_from_the_cache_and_requests_were_preempted(

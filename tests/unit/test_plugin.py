@@ -246,7 +246,7 @@ def test_on_cuda_vllm_chooses_attention_where_all_that_it_chooses_carries_trees(
         ),
         speculative_config=SimpleNamespace(),
     )
-    plugin._choose_attention(config, masks=masks)
+    plugin._choose_attention(config, on_triton=masks)
     chosen = config.attention_config.backend
     assert chosen is (AttentionBackendEnum[found] if found else None)
     # vLLM makes such a copy for a draft whose attention backend is named.

@@ -11,6 +11,7 @@ import torch
 from dyntree_kernels.features import KV_CACHE_DTYPES
 from dyntree_plugin.admission import check, heads, reasons
 from dyntree_plugin.admission.refusals import index_topk, kv_cache_dtype
+from dyntree_plugin.admission.same_bits import bits_advice
 from dyntree_plugin.admission.states import state_note
 from dyntree_plugin.commands.doctor import kernels, offloading
 from dyntree_plugin.commands.doctor.checks import device_type, memory
@@ -141,6 +142,9 @@ def _admitted(config: VllmConfig, parsed: Namespace) -> Iterator[Check]:
     given = parsed.max_num_seqs, parsed.max_num_batched_tokens
     warned = advice and given != (None, None)  # vLLM's defaults are nothing to warn of.
     yield Check(_NAME, "warn" if warned else "ok", f"admitted: {in_force}", advice)
+    if plan.same_bits:
+        unproven = device_type() != "cpu"
+        yield Check("exactness", "warn" if unproven else "ok", bits_advice(device_type()))
     further = further_drafts(speculation)
     yield from _vocabularies(config, further)
     for reason, chain_advice in default_chain_reasons(config.model_config, plan.shape):

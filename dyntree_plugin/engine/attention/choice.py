@@ -22,6 +22,7 @@ from dyntree_plugin.engine.attention.kernels import (
     CascadeTrees,
     FlashInferTrees,
     Heads,
+    PathTrees,
     TreeKernel,
     TritonTrees,
     XqaTrees,
@@ -77,11 +78,13 @@ def choose_kernel(
     columns: int,
     device: torch.device,
     features: frozenset[str] = frozenset(),
+    same_bits: bool = False,
 ) -> tuple[TreeKernel, TritonTrees]:
     """Return the kernel for batches of trees only, and the one for all other batches.
 
     ``features``: what any of the layers has, as in `LayerFeatures.beyond`. The others are draft
-    forwards, and batches in which some requests have no tree.
+    forwards, and batches in which some requests have no tree. With ``same_bits`` the first one is
+    for all batches but draft forwards.
 
     Raises:
         ValueError: if no kernel serves the layers on this GPU.
@@ -120,6 +123,8 @@ def choose_kernel(
         envs.VLLM_BATCH_INVARIANT,
     )
     triton = TritonTrees(*of_triton)
+    if same_bits:
+        return PathTrees(*of_triton), triton
     if choice.name == "triton":
         return triton, triton
     if choice.name == "xqa":

@@ -49,6 +49,8 @@ class TreeAttentionMetadata:
 class TreeMetadataBuilder:
     """Builds the metadata of batches with trees, and leaves all others to the stock builder.
 
+    With `exactness` bits our kernel serves all batches of the target, whatever is in them.
+
     A graph of a uniform batch, in which all requests have the same number of rows, holds the
     kernel of trees only. That kernel reads its masks from this builder's buffers, and every
     `build` for such a batch fills them.
@@ -83,6 +85,9 @@ class TreeMetadataBuilder:
         columns = plan.shape.node_budget + 1
         requests = vllm_config.scheduler_config.max_num_seqs
         rows = max(vllm_config.scheduler_config.max_num_batched_tokens, requests * columns)
+        self._same_bits = plan.same_bits
+        if plan.same_bits:
+            self.fewest_rows = 1
         # Numbers of requests and rows for which graphs were captured.
         self._captured: set[tuple[int, int]] = set()
         self.masks = MaskBuffers(requests, rows, columns, device)
@@ -97,7 +102,7 @@ class TreeMetadataBuilder:
         }
         features = frozenset[str]().union(*(each.beyond for each in layers))
         self._kernel, self._drafting_kernel = choose_kernel(
-            heads, vllm_config, kv_cache_spec, columns, device, features
+            heads, vllm_config, kv_cache_spec, columns, device, features, plan.same_bits
         )
 
     def warm_up(self, kv_cache: torch.Tensor, dtype: torch.dtype, table: torch.Tensor) -> None:
@@ -121,23 +126,15 @@ class TreeMetadataBuilder:
         if tree_mask is not None and tree_mask.in_place:
             rows = _rows(common, tree_mask.ctx_lens, tree_mask.ancestor_bits, common.max_query_len)
             return TreeAttentionMetadata(self._drafting_kernel.plan(rows), None)
+        if self._same_bits:
+            rows = _rows(common, *_filled(buffers, common, tree_mask), common.max_query_len)
+            return TreeAttentionMetadata(self._kernel.plan(rows), None)
         images = _has_images(common)
         if tree_mask is None and (images or self.is_left_to_stock(common)):
             return self.build_stock(common, fast_build)
         if common.max_query_len > buffers.columns and not self._serves_any(common):
             return self.build_stock(common, fast_build)
-        mask: Mapping[str, Any] = {}
-        if tree_mask is not None:
-            mask = {
-                "ctx_lens": tree_mask.ctx_lens,
-                "ancestor_bits": tree_mask.ancestor_bits,
-                "all_trees": not tree_mask.has_plain,
-            }
-        ctx_lens, bits = buffers.fill(
-            *(common.query_start_loc, common.seq_lens, common.num_actual_tokens),
-            **mask,
-            chains=not images,
-        )
+        ctx_lens, bits = _filled(buffers, common, tree_mask, chains=not images)
         shape = common.num_reqs, common.num_actual_tokens
         for_graph = shape in self._captured and self._is_graph_shaped(common)
         # Each number of rows may need a separate kernel; graphs compile theirs at capture.
@@ -187,6 +184,25 @@ def _has_images(common: CommonAttentionMetadata) -> bool:
     if not common.mm_req_doc_ranges or common.is_prefilling is None:
         return False
     return bool(common.is_prefilling.any()) and requires_mm_prefix(common)  # sync: host memory
+
+
+def _filled(
+    buffers: MaskBuffers,
+    common: CommonAttentionMetadata,
+    tree_mask: TreeMask | None,
+    *,
+    chains: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what `MaskBuffers.fill` does with the mask of a step, or with none."""
+    mask: Mapping[str, Any] = {}
+    if tree_mask is not None:
+        mask = {
+            "ctx_lens": tree_mask.ctx_lens,
+            "ancestor_bits": tree_mask.ancestor_bits,
+            "all_trees": not tree_mask.has_plain,
+        }
+    rows = common.query_start_loc, common.seq_lens, common.num_actual_tokens
+    return buffers.fill(*rows, **mask, chains=chains)
 
 
 def _rows(

@@ -25,11 +25,11 @@ from vllm.model_executor.layers import utils
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from dyntree_plugin.engine.configuration import tree_plan
+from dyntree_plugin.engine.row_bits import check_product
 
 LEAST = 8
 MOST_ON_TILES = 32
 _ANY = 1 << 62
-_TRIED = (1, 5, 31, 33, 64, 129, 320)
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """A layer's ``cpu_linear``: takes rows, a weight that it does not read, and a bias."""
@@ -80,22 +80,10 @@ def product_of(weight: torch.Tensor) -> Product:
             return found
 
     if (kind := (weight.dtype, weight.shape)) not in _checked:
-        _check(product, weight)
+        shape, device = weight.shape, weight.device
+        check_product(lambda x: product(x, weight, None), shape, weight.dtype, device)
         _checked.add(kind)
     return product
-
-
-def _check(product: Product, weight: torch.Tensor) -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(_TRIED[-1], weight.shape[1], generator=generator).to(weight.dtype)
-    together = product(rows, weight, None)
-    for count in _TRIED:
-        if not torch.equal(product(rows[-count:], weight, None), together[-count:]):
-            raise RuntimeError(
-                f"dyntree.exactness='bits' cannot be kept on this CPU: a product with a weight of "
-                f"{tuple(weight.shape)} in {weight.dtype} has other bits with {count} rows than "
-                f"with {_TRIED[-1]}; use exactness tokens"
-            )
 
 
 def _packed_product(

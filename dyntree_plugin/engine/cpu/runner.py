@@ -31,6 +31,7 @@ from dyntree_plugin.engine.grammar.drafted import DraftGrammars
 from dyntree_plugin.engine.runner import TreeRunnerMixin
 from dyntree_plugin.engine.step.clock import StageTimes
 from dyntree_plugin.engine.step.ops import TreeOps
+from dyntree_plugin.engine.step.place import without_trees
 from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds
 from dyntree_plugin.tree.token_tree import NO_VALUE
 from vllm_cpu_runner.long_lists import lift_limits
@@ -69,6 +70,11 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
             limit = node_limit(each.sampling_params)
             slot = self.req_states.req_id_to_index[each.req_id]
             self._node_limits[slot] = self.num_speculative_steps if limit is None else limit
+
+    def place(self, batch: InputBatch) -> None:
+        super().place(batch)
+        if self.plan.same_bits and self.step.mask is None:
+            self.step.mask = without_trees(batch)
 
     def lift_limits(self, sampler: Sampler) -> None:
         lift_limits(sampler, self.vocab_size, WORD_TOKENS_ON_CPU)

@@ -8,7 +8,9 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker
 
 from dyntree_plugin.engine.attention.choice import log_backend
+from dyntree_plugin.engine.configuration import tree_plan
 from dyntree_plugin.engine.cuda.kinds import KINDS
+from dyntree_plugin.engine.cuda.products import check_products
 from dyntree_plugin.engine.offloading import keep_draft_on_device
 from dyntree_plugin.engine.worker import TreeWorkerMixin
 
@@ -28,6 +30,8 @@ class TreeGPUWorker(TreeWorkerMixin, Worker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         log_backend(self.vllm_config)
         super().load_model(*args, **kwargs)
+        if (plan := tree_plan(self.vllm_config)) is not None and plan.same_bits:
+            check_products(self.model_runner.get_model())
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()

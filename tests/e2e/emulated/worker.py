@@ -34,6 +34,7 @@ from dyntree_plugin.engine import configuration  # noqa: E402
 from dyntree_plugin.engine.attention.indexer import IndexerKind  # noqa: E402
 from dyntree_plugin.engine.attention.kind import AttentionKind  # noqa: E402
 from dyntree_plugin.engine.attention.latent import LatentKind  # noqa: E402
+from dyntree_plugin.engine.cpu import products  # noqa: E402
 from dyntree_plugin.engine.cuda.ops import CUDAOps  # noqa: E402
 from dyntree_plugin.engine.cuda.runner import make_runner  # noqa: E402
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker  # noqa: E402
@@ -111,6 +112,8 @@ def configure() -> None:
     stand_in()
     sparse.stand_in()
     enter_directly()
+    # In place of those of vLLM's batch-invariant mode, for engines with `exactness` bits.
+    products.install()
     # This would warm up kernels of models that bring their own, and import their dependencies.
     gpu_worker.kernel_warmup = lambda worker: None  # type: ignore[assignment]
     tables: Any = BlockTables

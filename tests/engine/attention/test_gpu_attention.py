@@ -88,10 +88,10 @@ class Impl(cuda_layers.TreeAttentionImpl, StockImpl):
     pass
 
 
-def engine(*, trees: bool) -> Any:
+def engine(*, trees: bool, **options: Any) -> Any:
     speculation: Any = SimpleNamespace(method="draft_model", num_speculative_tokens=NODES)
     if trees:
-        mark_as_tree(speculation, DynTreeOptions().resolve(NODES))
+        mark_as_tree(speculation, DynTreeOptions(**options).resolve(NODES))
     return SimpleNamespace(
         speculative_config=speculation,
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=64),
@@ -185,6 +185,32 @@ def test_a_batch_without_trees_is_the_stock_backends(builder: Builder, kernels: 
     assert builder.build(0, common(20, 1)) == "stock"
     assert output_of("stock", 3) == [1.0] * 3
     assert kernels[0].planned == kernels[1].planned == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "own"), [((9, 5), [100, 100]), ((9, 1, 20), [100, -1, -1]), ((1, 1), None)]
+)
+def test_with_equal_bits_one_kernel_computes_every_batch(
+    rows: tuple[int, ...], own: list[int] | None, kernels: Any
+) -> None:
+    builder = Builder(SPEC, [], engine(trees=True, exactness="bits"), torch.device("cpu"))
+    given = None if own is None else mask(own, sum(rows))
+    assert builder.build(0, common(*rows), tree_mask=given).stock is None
+    (planned,) = kernels[0].planned
+    assert planned.ctx_lens.tolist() == (own or [-1, -1])
+    assert planned.max_rows == max(rows)
+    assert planned.seq_lens.tolist() == [100 + each for each in rows]
+    assert kernels[1].planned == []
+
+
+def test_with_equal_bits_graphs_of_single_rows_have_that_kernel_and_drafts_have_not(
+    kernels: Any,
+) -> None:
+    builder = Builder(SPEC, [], engine(trees=True, exactness="bits"), torch.device("cpu"))
+    builder.build_for_cudagraph_capture(common(1, 1))
+    assert [len(each.planned) for each in kernels] == [1, 0]
+    builder.build(0, common(4, 4), tree_mask=mask([100, 100], 8, in_place=True))
+    assert [len(each.planned) for each in kernels] == [1, 1]
 
 
 def of_images(*rows: int, prompts: list[bool], ranges: dict[int, list[tuple[int, int]]]) -> Any:

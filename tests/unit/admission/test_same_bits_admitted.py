@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from configurations import UNCHECKED, Build, admit, changed, refusal_of
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from dyntree_plugin.admission.same_bits import ON_CPU, bits_refusals
+from dyntree_plugin.admission.same_bits import REFUSALS, bits_refusals
 
 BITS = {"exactness": "bits"}
 CHANGES: dict[str, tuple[str, Any]] = {
@@ -28,20 +29,45 @@ CHANGES: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.fixture
+def batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_dense_models_are_admitted_on_a_cpu(build: Build, dtype: str) -> None:
-    admit(changed(build(dtype=dtype, dyntree=BITS), *UNCHECKED), **BITS)
+@pytest.mark.usefixtures("batch_invariant")
+def test_dense_models_are_admitted(build: Build, dtype: str, device: str) -> None:
+    assert not [*bits_refusals(build(dtype=dtype, dyntree=BITS), device)]
+    if device == "cpu":
+        admit(changed(build(dtype=dtype, dyntree=BITS), *UNCHECKED), **BITS)
 
 
-@pytest.mark.parametrize("refusal", ON_CPU, ids=lambda refusal: refusal.option)
-def test_one_change_is_refused_with_its_option_and_advice(build: Build, refusal: Any) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)
+@pytest.mark.usefixtures("batch_invariant")
+def test_one_change_is_refused_with_its_option_and_advice(
+    build: Build, refusal: Any, device: str
+) -> None:
     (option,) = (name for name in CHANGES if refusal.option == f"dyntree.exactness, {name}")
-    (reason,) = bits_refusals(changed(build(dyntree=BITS), *CHANGES[option]), "cpu")
+    (reason,) = bits_refusals(changed(build(dyntree=BITS), *CHANGES[option]), device)
     assert reason.startswith(f"dyntree.exactness, {option}=('bits', ")
     assert refusal.advice in reason
 
 
-def test_other_devices_are_refused(build: Build) -> None:
+@pytest.mark.usefixtures("batch_invariant")
+def test_on_cuda_attention_is_that_of_triton(build: Build) -> None:
+    for backend, refused in (("FLASH_ATTN", True), ("TRITON_ATTN", False)):
+        named = changed(
+            build(dyntree=BITS), "attention_config.backend", AttentionBackendEnum[backend]
+        )
+        reasons = [*bits_refusals(named, "cuda")]
+        assert bool(reasons) == refused
+        assert not refused or "attention_backend='FLASH_ATTN' is not supported" in reasons[0]
+        assert not [*bits_refusals(named, "cpu")]
+
+
+def test_on_cuda_vllms_batch_invariant_mode_is_needed(build: Build) -> None:
     config = changed(build(dyntree=BITS), *UNCHECKED)
-    assert "exactness='bits' is not supported on cuda" in refusal_of(config, "cuda", **BITS)
+    assert "set VLLM_BATCH_INVARIANT=1 in the environment" in refusal_of(config, "cuda", **BITS)
     assert "bits" not in refusal_of(changed(config, "model_config.is_moe", True), "cuda")

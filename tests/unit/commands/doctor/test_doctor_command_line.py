@@ -61,6 +61,19 @@ def test_a_command_line_that_is_served_is_admitted_without_weights(line: Line) -
     assert "2 heads, 1 of them with KV, of size 32 in float32" in found[1].found
 
 
+def test_how_bits_stay_equal_is_named(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = line(dyntree='{"exactness": "bits"}')
+    (check,) = (each for each in checked(bits) if each.name == "exactness")
+    assert (check.status, "products have a fixed least number" in check.found) == ("ok", True)
+    _, config = command_line.command_line_checks(bits)
+    assert config is not None
+    monkeypatch.setattr(command_line, "device_type", lambda: "cuda")
+    given: Any = SimpleNamespace(max_num_seqs=None, max_num_batched_tokens=None)
+    found = command_line._admitted(config, given)
+    (check,) = (each for each in found if each.name == "exactness")
+    assert (check.status, "has not run on one" in check.found) == ("warn", True)
+
+
 def test_every_refusal_is_a_check_of_its_own(line: Line) -> None:
     more = ["--enable-prompt-embeds", "--kv-sharing-fast-prefill"]
     found = checked(line(*more, use_heterogeneous_vocab=True))

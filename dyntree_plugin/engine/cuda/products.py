@@ -1,0 +1,35 @@
+"""Products on CUDA, whose rows have the same bits in vLLM's batch-invariant mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from dyntree_plugin.engine.row_bits import check_product
+
+_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+
+@torch.inference_mode()
+def check_products(model: torch.nn.Module) -> None:
+    """Try the product of every size of weights in a model, the output layer's too.
+
+    Raises:
+        RuntimeError: if a row has other bits with other rows beside it.
+    """
+    every: list[Any] = [*model.modules()]
+    layers = [x for x in every if isinstance(getattr(x, "quant_method", None), _METHODS)]
+    kinds = {(_shape(each), each.weight.dtype, each.weight.device): each for each in layers}
+    for kind, layer in kinds.items():
+        method = layer.quant_method
+        check_product(lambda x, of=layer, by=method: by.apply(of, x), *kind)  # type: ignore[misc]
+
+
+def _shape(layer: Any) -> tuple[int, int]:
+    """Return N and K, which a weight that was packed elsewhere does not tell."""
+    if isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
+        return layer.num_embeddings_per_partition, layer.embedding_dim
+    return layer.output_size, layer.input_size

@@ -1,0 +1,53 @@
+"""An engine with `exactness` bits does not start if a product's bits depend on other rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from dyntree_plugin.engine.cuda.products import check_products
+
+
+class Linear(UnquantizedLinearMethod):
+    """Multiplies row by row, but from ``most`` rows on otherwise; notes how many rows it got."""
+
+    def __init__(self, most: float = torch.inf) -> None:
+        self.most = most
+        self.rows: list[int] = []
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        self.rows.append(len(x))
+        out = (x[:, None] * layer.weight).sum(-1)
+        return out * (1 + 2**-20) if len(x) > self.most else out
+
+
+class Embedding(UnquantizedEmbeddingMethod):
+    apply = Linear.apply
+    __init__ = Linear.__init__
+
+
+def model(*methods: Any) -> torch.nn.Module:
+    layers = torch.nn.ModuleList()
+    for number, method in enumerate(methods, 2):
+        layer: Any = torch.nn.Module()
+        layer.quant_method, layer.weight = method, torch.randn(4 * number, 24)
+        layer.output_size, layer.input_size = layer.weight.shape
+        layer.num_embeddings_per_partition, layer.embedding_dim = layer.weight.shape
+        layers.append(layer)
+    return layers
+
+
+def test_products_of_every_size_are_tried() -> None:
+    methods = Linear(), Embedding(), object()
+    check_products(model(*methods))
+    assert all(len({*each.rows}) > 5 for each in methods[:2])
+
+
+@pytest.mark.parametrize("broken", [Linear(most=70), Embedding(most=70)])
+def test_a_product_whose_bits_change_is_refused(broken: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"cannot be kept on this CPU: .* \(12, 24\)"):
+        check_products(model(Linear(), broken))
