@@ -14,15 +14,18 @@ _METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 @torch.inference_mode()
-def check_products(model: torch.nn.Module) -> None:
-    """Try the product of every size of weights in a model, the output layer's too.
+def check_products(model: torch.nn.Module, device: torch.device) -> None:
+    """Try the product of every size of weights on a device, the output layer's too.
+
+    Weights that are offloaded to the host are left out.
 
     Raises:
         RuntimeError: if a row has other bits with other rows beside it.
     """
     every: list[Any] = [*model.modules()]
     layers = [x for x in every if isinstance(getattr(x, "quant_method", None), _METHODS)]
-    kinds = {(_shape(each), each.weight.dtype, each.weight.device): each for each in layers}
+    here = [each for each in layers if each.weight.device.type == device.type]
+    kinds = {(_shape(each), each.weight.dtype, each.weight.device): each for each in here}
     for kind, layer in kinds.items():
         method = layer.quant_method
         check_product(lambda x, of=layer, by=method: by.apply(of, x), *kind)  # type: ignore[misc]

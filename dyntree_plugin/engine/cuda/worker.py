@@ -31,7 +31,7 @@ class TreeGPUWorker(TreeWorkerMixin, Worker):
         log_backend(self.vllm_config)
         super().load_model(*args, **kwargs)
         if (plan := tree_plan(self.vllm_config)) is not None and plan.same_bits:
-            check_products(self.model_runner.get_model())
+            check_products(self.model_runner.get_model(), self.model_runner.device)
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()

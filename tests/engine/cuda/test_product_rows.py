@@ -34,7 +34,8 @@ def model(*methods: Any) -> torch.nn.Module:
     layers = torch.nn.ModuleList()
     for number, method in enumerate(methods, 2):
         layer: Any = torch.nn.Module()
-        layer.quant_method, layer.weight = method, torch.randn(4 * number, 24)
+        layer.quant_method = method
+        layer.register_buffer("weight", torch.randn(4 * number, 24))
         layer.output_size, layer.input_size = layer.weight.shape
         layer.num_embeddings_per_partition, layer.embedding_dim = layer.weight.shape
         layers.append(layer)
@@ -43,11 +44,14 @@ def model(*methods: Any) -> torch.nn.Module:
 
 def test_products_of_every_size_are_tried() -> None:
     methods = Linear(), Embedding(), object()
-    check_products(model(*methods))
+    check_products(model(*methods), torch.device("cpu"))
     assert all(len({*each.rows}) > 5 for each in methods[:2])
+    offloaded = Linear(most=70)
+    check_products(model(offloaded).to("meta"), torch.device("cpu"))
+    assert offloaded.rows == []
 
 
 @pytest.mark.parametrize("broken", [Linear(most=70), Embedding(most=70)])
 def test_a_product_whose_bits_change_is_refused(broken: Any) -> None:
     with pytest.raises(RuntimeError, match=r"cannot be kept on this CPU: .* \(12, 24\)"):
-        check_products(model(Linear(), broken))
+        check_products(model(Linear(), broken), torch.device("cpu"))
