@@ -307,10 +307,10 @@ def tree_attention(
         limit = MAX_TILES * tile.block_n
         raise ValueError(f"{words * 32} tree columns, at most {limit} are served")
     grid = triton.cdiv(max_rows * group, tile.block_m), kv_heads, requests
-    packed_rows, lse_strides = tokens * group, (0, 0)
+    packed_rows, sl_h, sl_t = tokens * group, 0, 0
     if context_lse is not None:
         # Nothing reads the packed rows: one number less that Triton compiles kernels for.
-        splits, packed_rows, lse_strides = 1, 0, context_lse.stride()
+        splits, packed_rows, (sl_h, sl_t) = 1, 0, context_lse.stride()
     elif splits is None:
         splits = max(1, min(32, 2 * _processors(q.device) // (grid[0] * grid[1] * grid[2])))
     parts = Parts.of(splits, out)
@@ -321,7 +321,7 @@ def tree_attention(
         *(0 if each is None else each.stride(0) for each in scales), words, packed_rows,
         q.stride(0), q.stride(1),
         *kv_cache.stride()[:3], out.stride(0), out.stride(1), block_table.stride(0),
-        ancestor_bits.stride(0), *lse_strides[::-1], H=kv_heads, G=group, D=d,
+        ancestor_bits.stride(0), sl_t, sl_h, H=kv_heads, G=group, D=d,
         DP=triton.next_power_of_2(d), V=values, VP=triton.next_power_of_2(values), SPLITS=splits,
         PAGE=page,
         BLOCKS=block_table.shape[1], BM=tile.block_m, BN=tile.block_n,
