@@ -105,6 +105,15 @@ class Head(Draft):
         return made, made + 0.25
 
 
+class Placeless(Head):
+    """A head whose output does not depend on where in the cache a row stands."""
+
+    def _run_model(
+        self, ids: torch.Tensor, positions: torch.Tensor, metadata: Any, slots: Any, _: Any
+    ) -> torch.Tensor:
+        return product([ids[:, None].float(), positions[:, None].float()], self.mix[:2])
+
+
 class Block(Head):
     """A block draft; see `LoadedBlock`.
 

@@ -193,8 +193,7 @@ def packed(slots: list[int]) -> torch.Tensor:
     return found
 
 
-BATCHES = [[2, 0, 5], [1], [7, 6, 5, 4, 3, 2, 1, 0], [3, 4], [3]]
-"""Slots of the requests. Eager drafting has one row of each request in the last batch, a chain."""
+BATCHES = [[2, 0, 5], [1], [7, 6, 5, 4, 3, 2, 1, 0], [3, 4]]
 
 
 def step(drafting: Drafting, number: int, forwards: int) -> list[torch.Tensor]:
@@ -203,7 +202,8 @@ def step(drafting: Drafting, number: int, forwards: int) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(number)
     requests, most = len(slots), min((1, 2, 5)[number % 3], drafting.numbers[-1])
     roots = torch.randint(10, LONGEST - 9, (requests,), generator=g)
-    roots[0] = LONGEST - 4  # little room is left after it
+    if requests > 1:
+        roots[0] = LONGEST - 4  # little room is left after it
     counts = torch.randint(1, most + 1, (requests,), generator=g).int()
     tokens = torch.randint(VOCAB, (requests, drafting.plan.shape.max_depth + 1), generator=g)
     drafting.texts.total_len.gpu[slots] = (roots + counts + 1).int().clamp(max=LONGEST)

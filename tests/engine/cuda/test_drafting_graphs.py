@@ -10,15 +10,17 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import drafted_steps
 import pytest
 import torch
-from draft_model import MOST, VOCAB, Block, Draft, Head, Masked, MaskedHead
-from drafted_steps import BATCHES, NO_BATCH, NO_STATES, Drafting, Make, differing, packed, step
+from draft_model import MOST, VOCAB, Block, Draft, Head, Masked, MaskedHead, Placeless
+from drafted_steps import NO_BATCH, NO_STATES, Drafting, Make, differing, packed, step
 
 from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, GrowthSettings
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_plugin.engine.cuda.captured import CapturedDrafting, Replay
 from dyntree_plugin.engine.step.catch_up import CatchUp
+from dyntree_plugin.engine.step.growth_stages import DraftStages
 from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.drafting import grow
@@ -89,7 +91,16 @@ def test_any_number_of_forwards_grows_the_trees_of_eager_drafting(
         assert not made[1].drafting.runs
 
 
-def widths(drafting: Drafting, number: int, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+OF_HEAD = PLANS["head"][1]
+
+
+def of_chains_alone(draftings: Make, monkeypatch: pytest.MonkeyPatch) -> list[Drafting]:
+    """Return an eager and a captured drafting, whose steps have a chain and no tree."""
+    monkeypatch.setattr(drafted_steps, "BATCHES", [[3]])
+    return draftings(plan=OF_HEAD, model=Placeless)
+
+
+def widths(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Return the rows of each request in the forwards of a step."""
     stock, found = drafting.writer.rows, set()
 
@@ -99,18 +110,33 @@ def widths(drafting: Drafting, number: int, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(drafting.writer, "rows", rows)
     with torch.inference_mode():
-        step(drafting, number, FORWARDS)
+        step(drafting, 0, FORWARDS)
     return found
 
 
-def test_a_chain_alone_has_one_row_where_no_graph_is_replayed(
+def test_a_chain_alone_in_one_row_is_that_of_wider_forwards(
     draftings: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone, beside_a_tree = BATCHES.index([3]), BATCHES.index([3, 4])
-    eager, captured = draftings(plan=PLAN)
-    assert widths(eager, alone, monkeypatch) == {1}
-    for drafting, number in ((eager, beside_a_tree), (captured, alone)):
-        assert widths(drafting, number, monkeypatch) == {SMALL["width"]}
+    made = of_chains_alone(draftings, monkeypatch)
+    assert differing(made) == []
+    assert [widths(each, monkeypatch) for each in made] == [{1}, {SMALL["width"]}]
+    assert made[0].trees.depths[3].max() == OF_HEAD.shape.max_depth
+    monkeypatch.setattr(drafted_steps, "BATCHES", [[3, 4]])
+    assert widths(made[0], monkeypatch) == {SMALL["width"]}
+
+
+def test_a_chain_whose_states_are_kept_elsewhere_is_another(
+    draftings: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control."""
+    made, stock = of_chains_alone(draftings, monkeypatch), DraftStages._shape
+
+    def shape(stages: DraftStages, *given: Any) -> tuple[int, int]:
+        requests, first = stock(stages, *given)
+        return requests, first - stages._narrow
+
+    monkeypatch.setattr(DraftStages, "_shape", shape)
+    assert differing(made)
 
 
 Change = Callable[[pytest.MonkeyPatch, Any], None]
