@@ -38,7 +38,8 @@ Served = Mapping[str, Result]
 @pytest.fixture(scope="module", params=marked(KINDS, SLOW))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     model = random_target(tmp_path_factory.mktemp("target"), request.param)
-    engine = workload.tree(NODES, exactness="bits") | TIGHT | {"model": str(model)}
+    own = {"model": str(model), "num_gpu_blocks_override": 40}
+    engine = workload.tree(NODES, exactness="bits") | TIGHT | own
     return serve(engine | {"dtype": "bfloat16"}, RUNS, threads=1)
 
 
