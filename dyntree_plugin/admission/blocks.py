@@ -81,7 +81,6 @@ BLOCK_REFUSALS = (
         "a block draft was not compared yet on such targets; use a target without latent attention "
         "and M-RoPE, or another draft",
     ),
-    *_BLOCK.uncompared("pipeline_parallel_size"),
 )
 """Checks of ``VllmConfig``."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import workload
+from block_engines import block_engine
 from comparison import Outputs, accepted_per_step, explain, mismatches
 from engine_process import Result, Run
+from random_engines import ABORTED, RUN, Target
 from stages import BROKEN, serve_in_stages
 
 from dyntree_plugin import pair
@@ -121,3 +123,34 @@ def test_other_pipelines_give_the_tokens_of_one_stage_without_trees(
     found = mismatches(run, result, plain)
     assert not found, explain(found)
     assert accepted_per_step(result) > 0.5
+
+
+BLOCKS = ("DFlash", "DSpark", "PARD", "P-EAGLE")
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = tmp_path_factory.mktemp("blocks")
+    runs = {"sound": RUN, "aborted": ABORTED}
+    runs |= {name: Run(RUN.requests, sabotage=name) for name in BROKEN}
+    engines = {"plain": (workload.without_tree(), {"sound": RUN})}
+    for kind in BLOCKS:
+        make = block_engine(kind, folder / kind, seed=1)
+        piped = make(node_budget=24, budget="fixed", lookup="off")
+        engines[f"{kind} in two stages"] = piped, runs
+    return Target(engines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_draft_on_the_last_stage_gives_the_tokens_without_trees(
+    kind: str, blocks: Target, tell: Callable[[str], None]
+) -> None:
+    """Control: earlier stages that miss the paths or the trees change tokens."""
+    name = f"{kind} in two stages"
+    accepted = accepted_per_step(blocks.served(name)["sound"])
+    found = {run: blocks.differing(name, run) for run in blocks.engines[name][1]}
+    tell(f"{name}: {accepted:.3f} accepted, {found}")
+    assert found["sound"] == found["aborted"] == 0
+    assert all(found[broken] for broken in BROKEN)
+    assert accepted > 0.3
