@@ -136,7 +136,6 @@ def _body(path: Path, name: str) -> str:
 REASONS = {
     "is_hybrid, architecture": "class of recurrent target",
     "is_mm_prefix_lm, architecture": "images that see each other both ways",
-    "kv_cache_dtype, use_gemma4_mtp": "assistant with an FP8 cache",
     "uses_mrope, architecture": "class with M-RoPE",
     "uses_mrope": "M-RoPE",
     "use_mla": "latent attention",

@@ -22,7 +22,6 @@ from dyntree_plugin.admission.latent import (
     SPARSE_ON_CUDA,
 )
 from dyntree_plugin.admission.mrope import MROPE_REFUSALS
-from dyntree_plugin.admission.quantised_caches import QUANTISED_CACHE_REFUSALS
 from dyntree_plugin.admission.refusals import (
     CPU_REFUSALS,
     DRAFT_REFUSALS,
@@ -138,7 +137,7 @@ def _refusals(
     on_cuda = (*CUDA_REFUSALS, *SPARSE_ON_CUDA)
     of_device = {"cpu": on_cpu, "cuda": on_cuda}.get(device_type, ())
     of_targets = (*state_refusals(device_type), *MROPE_REFUSALS)
-    of_options = (*QUANTISED_CACHE_REFUSALS, *CONNECTOR_REFUSALS, *BLOCK_REFUSALS)
+    of_options = (*CONNECTOR_REFUSALS, *BLOCK_REFUSALS)
     of_options += (*EXPERT_REFUSALS, *BATCH_SCALE_REFUSALS)
     yield from _found((*ENGINE_REFUSALS, *of_targets, *of_options, *of_device), vllm_config)
     yield from _found(model_refusals(device_type), vllm_config.model_config, "target model: ")

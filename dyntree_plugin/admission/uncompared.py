@@ -30,11 +30,6 @@ _OPTIONS = {
     "kv_cache_dtype": _Row(
         kv_cache_dtype, lambda dtype: dtype in KV_CACHE_DTYPES, "set it to the model's type"
     ),
-    "use_gemma4_mtp": _Row(
-        lambda c: c.speculative_config is not None and c.speculative_config.use_gemma4_mtp(),
-        bool,
-        "draft by method ngram",
-    ),
     "quantization": _Row(
         lambda c: c.model_config.quantization, bool, "use a checkpoint in bfloat16 or float32"
     ),

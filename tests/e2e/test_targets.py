@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,21 @@ def _shared_caches(model: Path, kind: str) -> Engines:
         "plain": (workload.without_tree() | of, sound_runs(LONG)),
         "look-up": (look_up, sound_runs(LONG, "again") | broken),
         "module": (head | TIGHT, sound_runs(LONG, "again") | {"aborted": LONG_ABORTED}),
+    }
+
+
+def _shared_quantised_caches(model: Path, kind: str) -> Engines:
+    """As `_shared_caches`, with scales in the checkpoint; the module is the "draft"."""
+    engines = _shared_caches(model, kind)
+    (plain, sound), (draft, runs) = engines["plain"], engines["module"]
+    unquantised = plain | dict.fromkeys(("kv_cache_dtype", "dtype"), "bfloat16")
+    broken = broken_runs(LONG, ["without_kv_move", "wider_window", *sabotage_of_caches.BROKEN])
+    return {
+        "plain": (plain, sound),
+        "unquantised": (unquantised, sound_runs(RUN)),
+        "draft": (draft, runs | broken),
+        "look-up": engines["look-up"],
+        **in_half(plain, draft, ["without_kv_move", *sabotage_of_caches.BROKEN]),
     }
 
 
@@ -183,9 +198,9 @@ def _needs_avx512() -> None:
         pytest.skip("vLLM quantises caches with AVX-512 alone")
 
 
-def _with_scales(folder: Path, kind: str) -> Path:
+def _with_scales(folder: Path, kind: str, seed: int = 0) -> Path:
     _needs_avx512()
-    return add_cache_scales(random_target(folder, kind.split(",")[0]), 0.02, 0.05)
+    return add_cache_scales(random_target(folder, kind.split(",")[0], seed), 0.02, 0.05)
 
 
 def _with_int8(folder: Path, kind: str) -> Path:
@@ -249,6 +264,10 @@ KINDS = {
     "mistral, quantised": Kind(_quantised, (), ("draft",), _with_scales),
     "states and quantised cache": Kind(
         _recurrent_in_fp8, ("draft",), ("block", "head", "cached draft"), _nemotron_h
+    ),
+    # With seed 0, one request has two tokens whose scores are 4e-5 apart.
+    "gemma4_text, quantised": Kind(
+        _shared_quantised_caches, slow=("draft", "look-up"), write=partial(_with_scales, seed=1)
     ),
 }
 SLOW = [(kind, engine) for kind, of in KINDS.items() for engine in of.slow]
