@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +46,6 @@ _REFUSALS = (
         "trees keep states at the ends of blocks, and none within; leave it out",
     ),
     _RECURRENT.refusal(
-        "VLLM_SSM_CONV_STATE_LAYOUT",
-        lambda c: os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT"),
-        lambda layout: layout == "DS",
-        "trees read a convolution's last inputs position by position; unset it",
-    ),
-    _RECURRENT.refusal(
         "dtype, architecture",
         lambda c: (dtype_of(c.model_config), c.model_config.architecture),
         lambda found: found[0] == "float16" and found[1] not in IN_FLOAT16,
@@ -80,7 +73,6 @@ _REFUSALS = (
     ),
 )
 _ON_CUDA = (
-    *_RECURRENT.uncompared("pipeline_parallel_size"),
     _RECURRENT.refusal(
         "offload_backend",
         lambda c: backend_of(c.offload_config),

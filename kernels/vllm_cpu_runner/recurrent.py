@@ -14,7 +14,7 @@ from vllm_cpu_runner.arrays import int32_pointer
 from vllm_cpu_runner.registry import implements
 
 STATES = "vllm.v1.worker.mamba_utils."
-_UNUSED = "state_dim_row_count HAS_IDX_MAPPING TEMPORAL_TILES COPY_BLOCK_SIZE"
+_UNUSED = "CONV_STATE_DIM_FIRST HAS_IDX_MAPPING TEMPORAL_TILES COPY_BLOCK_SIZE"
 
 
 @implements("model_states.mamba_hybrid._scatter_num_accepted_kernel")
@@ -40,15 +40,22 @@ def _bytes(address, size):
 
 @compiled
 def _copy_states(
-    row, source, target, skipped, tables, stride, bases, steps, sizes, inner, widths, groups
+    row, source, target, skipped, tables, stride, bases, steps, sizes, inner, widths, groups, dims
 ):
     """Copy a request's states between blocks, ``skipped`` tokens on: within the window of a
-    convolution, and else to the state of a later block."""
+    convolution, and else to the state of a later block.
+
+    ``dims``: the channels of a convolution whose window has them first; 0 for other states."""
     for state in range(bases.shape[0]):
         address = tables[groups[state]] + 4 * row * stride
         table = numba.carray(int32_pointer(address), max(source + skipped, target) + 1)
         window = widths[state] > 0
-        token = inner[state] * sizes[state]
+        if window and skipped and dims[state]:
+            raise NotImplementedError(
+                "VLLM_SSM_CONV_STATE_LAYOUT=DS with vLLM's own drafts and a prefix cache is not "
+                "supported by the CPU model runner; unset it"
+            )
+        token = inner[state] * sizes[state] * max(dims[state], 1)
         first = bases[state] + table[source if window else source + skipped] * steps[state]
         first += skipped * token if window else 0
         size = max(widths[state] - skipped, 0) * token if window else token
@@ -72,31 +79,21 @@ def next_blocks_of_states(
     num_accepted_tokens[requests] = torch.where(moved, 1, accepted)
 
 
-@compiled
-def _check_layout(channels_first):
-    if channels_first:
-        raise NotImplementedError(
-            "VLLM_SSM_CONV_STATE_LAYOUT=DS with a prefix cache is not supported by the CPU model "
-            "runner; unset it"
-        )
-
-
 @implements(STATES + "precopy_mamba_align_fused_kernel", _UNUSED)
 @compiled
 def copy_states_forward(
     mamba_state_idx, src_col, token_bias, block_table_ptrs, block_table_stride_req,
     state_base_addrs, state_block_strides, state_elem_sizes, state_inner_sizes, state_conv_widths,
-    state_group_indices, idx_mapping, num_reqs, CONV_STATE_DIM_FIRST,
+    state_group_indices, state_dim_row_count, idx_mapping, num_reqs,
 ):  # fmt: skip
     """Copy states to the blocks of their requests' last rows, before a forward."""
-    _check_layout(CONV_STATE_DIM_FIRST)
     for request in idx_mapping[:num_reqs]:
         source, target = src_col[request], mamba_state_idx[request]
         if request >= 0 and source >= 0 and source != target:
             _copy_states(
                 request, source, target, token_bias[request], block_table_ptrs,
                 block_table_stride_req, state_base_addrs, state_block_strides, state_elem_sizes,
-                state_inner_sizes, state_conv_widths, state_group_indices,
+                state_inner_sizes, state_conv_widths, state_group_indices, state_dim_row_count,
             )  # fmt: skip
 
 
@@ -108,11 +105,10 @@ def copy_states_forward(
 def copy_states_to_ends(
     num_accepted_tokens, mamba_state_idx, num_computed_tokens, block_table_ptrs,
     block_table_stride_req, state_base_addrs, state_block_strides, state_elem_sizes,
-    state_inner_sizes, state_conv_widths, state_group_indices, num_accepted_tokens_out,
-    idx_mapping, num_reqs, block_size, CONV_STATE_DIM_FIRST,
+    state_inner_sizes, state_conv_widths, state_group_indices, state_dim_row_count,
+    num_accepted_tokens_out, idx_mapping, num_reqs, block_size,
 ):  # fmt: skip
     """Copy states to the blocks that end at them, after tokens were accepted."""
-    _check_layout(CONV_STATE_DIM_FIRST)
     for request in idx_mapping[:num_reqs]:
         if request < 0:
             continue
@@ -128,7 +124,7 @@ def copy_states_to_ends(
             _copy_states(
                 request, source, target, skipped, block_table_ptrs, block_table_stride_req,
                 state_base_addrs, state_block_strides, state_elem_sizes, state_inner_sizes,
-                state_conv_widths, state_group_indices,
+                state_conv_widths, state_group_indices, state_dim_row_count,
             )  # fmt: skip
 
 

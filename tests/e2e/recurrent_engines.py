@@ -112,6 +112,10 @@ def recurrent(model: Path, kind: str) -> Engines:
                 ("two stages", piped | {"max_num_batched_tokens": 160}),
             )
         },
+        "channels first": (
+            draft | cached,
+            sound_runs(LONG) | turns | broken_runs(LONG, ["commit_dropped"]),
+        ),
         "two ranks": (draft | cached, sound_runs(LONG) | turns),
         "two stages": (piped, sound_runs(RUN) | staged | aborted),
         "compiled": (draft | {"enforce_eager": False}, sound_runs(RUN)),

@@ -117,6 +117,16 @@ def commit_of_the_latest_forward(runner: Any) -> Iterator[None]:
 
 
 @contextmanager
+def commit_of_another_forward(runner: Any) -> Iterator[None]:
+    """On CUDA, advance states by what another forward read whose paths may still come."""
+    from dyntree_plugin.engine.states.cuda_layers import Forwards
+
+    stock = Forwards.of
+    with mock.patch.object(Forwards, "of", lambda self, number: stock(self, number + 1)):
+        yield
+
+
+@contextmanager
 def end_of_block_dropped(runner: Any) -> Iterator[None]:
     """Leave the prefix cache without the state where a block ends within an accepted path."""
     with _committing(runner, lambda commit: commit._replace(ends=0 * commit.ends)):

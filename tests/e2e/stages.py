@@ -13,7 +13,11 @@ from unittest import mock
 
 from engine_process import Engine, Result, Run, answered, main, result_of
 from ranks import UNBOUND
-from sabotage_of_states import commit_dropped, commit_of_the_latest_forward  # noqa: F401
+from sabotage_of_states import (  # noqa: F401
+    commit_dropped,
+    commit_of_another_forward,
+    commit_of_the_latest_forward,
+)
 
 BROKEN = ("without_paths_of_earlier_stages", "without_trees_of_earlier_stages")
 

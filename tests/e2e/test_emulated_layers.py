@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import sabotage_of_states
@@ -21,6 +21,7 @@ import workload
 from block_engines import block_engine
 from comparison import accepted_per_step, by_request, mismatches
 from emulated_engine import Emulated, serve_emulated
+from emulated_stages import serve_emulated_in_stages
 from engine_process import Request, Result, Run
 from latent_targets import CONFIGS as LATENT
 from latent_targets import latent_head, latent_target
@@ -183,27 +184,40 @@ def _engine(source: str, model: str) -> dict[str, Any]:
     return trees | {"speculative_config": {**trees["speculative_config"], "model": model}}
 
 
+class Engines(NamedTuple):
+    """A run, arguments of the engines without trees and with them, and whether vLLM for CPUs has
+    nothing to compare with."""
+
+    run: Run
+    without: dict[str, Any]
+    trees: dict[str, Any]
+    on_cuda_alone: bool
+
+
+def _engines(name: str, folder: Path) -> Engines:
+    source, common, of_plain = TARGETS[name]
+    kind, *cached = name.split(" with a ")[0].split(" in ")[0].split(", ")
+    make = latent_target if kind in LATENT else vision_target if kind in VISION else random_target
+    small = SMALL_STATES if cached and kind.startswith("qwen3") else {}
+    model = str(make(folder / kind, kind, **small))
+    on_cuda_alone = "kv_cache_dtype" in common or common == SPARSE or kind in ON_CUDA
+    common = LIMITS | common | {"model": model}
+    run = CONTINUED if cached else RUNS[kind if kind in RUNS else source]
+    trees = _engine(source, model)
+    nodes = trees["speculative_config"]["num_speculative_tokens"]
+    sizes = [requests * (nodes + 1) for requests in (1, 2, 4)]
+    graphs = {"mode": 0, "cudagraph_capture_sizes": sizes}
+    trees |= common | {"enforce_eager": False, "compilation_config": graphs}
+    return Engines(run, workload.without_tree() | common | of_plain, trees, on_cuda_alone)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
     @cache
     def of_kind(name: str) -> Served:
-        source, common, of_plain = TARGETS[name]
-        kind, *cached = name.split(" with a ")[0].split(" in ")[0].split(", ")
-        make = (
-            latent_target if kind in LATENT else vision_target if kind in VISION else random_target
-        )
-        small = SMALL_STATES if cached and kind.startswith("qwen3") else {}
-        model = str(make(tmp_path_factory.mktemp("targets") / kind, kind, **small))
-        on_cuda_alone = "kv_cache_dtype" in common or common == SPARSE or kind in ON_CUDA
-        common = LIMITS | common | {"model": model}
-        run = CONTINUED if cached else RUNS[kind if kind in RUNS else source]
-        without = workload.without_tree() | common | of_plain
-        trees = _engine(source, model)
-        nodes = trees["speculative_config"]["num_speculative_tokens"]
-        sizes = [requests * (nodes + 1) for requests in (1, 2, 4)]
-        graphs = {"mode": 0, "cudagraph_capture_sizes": sizes}
-        trees |= common | {"enforce_eager": False, "compilation_config": graphs}
-        runs = dict.fromkeys(("sound", "again")[: 1 if cached or on_cuda_alone else 2], run)
+        run, without, trees, on_cuda_alone = _engines(name, tmp_path_factory.mktemp("targets"))
+        once = name.endswith("cached") or on_cuda_alone
+        runs = dict.fromkeys(("sound", "again")[: 1 if once else 2], run)
         runs |= {each: replace(run, sabotage=each) for of, each in BROKEN if of == name}
         if on_cuda_alone:
             nobody = [
@@ -234,3 +248,23 @@ def test_what_is_broken_changes_tokens(
     kind: str, broken: str, served: Callable[[str], Served]
 ) -> None:
     assert served(kind).differing(broken) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nemotron_h", "qwen3_next"])
+def test_a_pipeline_of_two_stages_gives_the_tokens_without_trees(
+    kind: str, tmp_path: Path, tell: Callable[[str], None]
+) -> None:
+    """Control: an earlier stage that advances no states, or by what another forward has read."""
+    run, without, trees, _ = _engines(kind, tmp_path)
+    # So few tokens that two batches are under way.
+    few = {"max_num_batched_tokens": 2 * (NODES + 1)}
+    broken = ("commit_dropped", "commit_of_another_forward")
+    runs = {"sound": run} | {each: replace(run, sabotage=each) for each in broken}
+    found = serve_emulated_in_stages(trees | few, runs)
+    plain = by_request(run, serve_right(without, {"": run})[""])
+    differing = {name: len(mismatches(run, result, plain)) for name, result in found.items()}
+    tell(f"{kind}: {differing}")
+    assert differing.pop("sound") == 0
+    assert all(differing.values())
+    assert accepted_per_step(found["sound"]) > 0.3

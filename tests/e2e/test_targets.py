@@ -231,7 +231,7 @@ class Kind:
 
 _SPLIT = ("two ranks", "two stages")
 _OF_RANKS = (*_SPLIT, "compiled")
-_OF_STATES = ("block", "cached draft", "look-up", *_OF_RANKS)
+_OF_STATES = ("block", "cached draft", "channels first", "look-up", *_OF_RANKS)
 KINDS = {
     "gemma2": Kind(_windows, ("draft", "look-up", "one group"), _SPLIT),
     "gpt_oss": Kind(_windows, ("draft", "block"), ("look-up", "one group", *_SPLIT)),
@@ -245,7 +245,11 @@ KINDS = {
         ("draft", "prefix cache"),
         ("cached head", "cached two stages", "head", *_OF_STATES),
     ),
-    "lfm2": Kind(recurrent, ("draft",), ("look-up", "cached draft", "prefix cache", *_OF_RANKS)),
+    "lfm2": Kind(
+        recurrent,
+        ("draft",),
+        ("look-up", "cached draft", "channels first", "prefix cache", *_OF_RANKS),
+    ),
     "qwen3_next": Kind(recurrent, ("draft",), ("head", "EAGLE-3", *_OF_STATES)),
     "falcon_h1": Kind(recurrent, slow=("look-up", "cached look-up")),
     "granitemoehybrid": Kind(recurrent, slow=("look-up", "cached look-up")),
@@ -261,13 +265,13 @@ KINDS = {
     ),
     "deepseek_v3": Kind(_latent, ("module",), (), latent_target),
     "gemma3_text, quantised": Kind(_quantised, ("draft",), ("adapters", *_SPLIT), _with_scales),
-    "mistral, quantised": Kind(_quantised, (), ("draft",), _with_scales),
-    "states and quantised cache": Kind(
-        _recurrent_in_fp8, ("draft",), ("block", "head", "cached draft"), _nemotron_h
-    ),
     # With seed 0, one request has two tokens whose scores are 4e-5 apart.
     "gemma4_text, quantised": Kind(
         _shared_quantised_caches, slow=("draft", "look-up"), write=partial(_with_scales, seed=1)
+    ),
+    "mistral, quantised": Kind(_quantised, (), ("draft",), _with_scales),
+    "states and quantised cache": Kind(
+        _recurrent_in_fp8, ("draft",), ("block", "head", "cached draft"), _nemotron_h
     ),
 }
 SLOW = [(kind, engine) for kind, of in KINDS.items() for engine in of.slow]
@@ -276,6 +280,7 @@ CONTROLLED = [
     (kind, engine)
     for kind, engine in TREES
     if engine in ("draft", "block", "EAGLE", "prefix cache", "two stages", "adapters")
+    or engine == "channels first"
     or (kind, engine) in (("gemma4_text", "look-up"), ("step3p5", "module"))
     or (engine == "two ranks" and KINDS[kind].engines is not recurrent)
 ]
@@ -296,7 +301,10 @@ HALVES = [
     if "draft" in of.trees + of.slow and of.engines is not recurrent_quantised
     for dtype in HALF_TYPES[: 1 if kind.startswith(NOT_IN_FLOAT16) else None]
 ]
-VARIABLES: Mapping[str, Mapping[str, str]] = {"dense": {"VLLM_MLA_DISABLE": "1"}}
+VARIABLES: Mapping[str, Mapping[str, str]] = {
+    "dense": {"VLLM_MLA_DISABLE": "1"},
+    "channels first": {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"},
+}
 
 Targets = Callable[[str], Target]
 
@@ -330,7 +338,10 @@ def test_no_token_differs(kind: str, engine: str, target: Targets) -> None:
     if engine == "prefix cache":
         found = {output.cached for output in results["continued"].outputs if output}
         assert found == {192}
-    if engine.startswith("cached") or (engine, KINDS[kind].engines) == ("two ranks", recurrent):
+    if engine.startswith(("cached", "channels")) or (engine, KINDS[kind].engines) == (
+        "two ranks",
+        recurrent,
+    ):
         assert all(output.cached for output in results["continued"].outputs if output)
     if engine == "draft" and KINDS[kind].engines is _windows:
         assert results["again"].metrics["vllm:prefix_cache_hits_total"] > 0

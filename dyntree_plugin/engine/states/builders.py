@@ -23,11 +23,13 @@ NOT_KEPT = -1
 class DraftedRows:
     """Metadata of a batch whose first ``rows`` rows belong to the requests with drafts.
 
-    ``number``: of the forward. ``trees``: what the device's kernels read of the rows. ``rest``:
-    vLLM's metadata of the other rows, as if they were the batch; None without others.
+    ``number``: of the forward; ``on_device`` [1]: the same, at an address that stays the same.
+    ``trees``: what the device's kernels read of the rows. ``rest``: vLLM's metadata of the other
+    rows, as if they were the batch; None without others.
     """
 
     number: int
+    on_device: torch.Tensor
     rows: int
     trees: Any
     rest: Any
@@ -86,7 +88,7 @@ class WithDrafts:
         self.kept[:, 1] = self._forwards
         self._clear(common, drafted)
         trees = self.trees_of(common, drafted, rows, tree_mask)
-        return DraftedRows(self._forwards, rows, trees, rest)
+        return DraftedRows(self._forwards, self.kept[:1, 1], rows, trees, rest)
 
     def trees_of(
         self, common: CommonAttentionMetadata, drafted: int, rows: int, mask: TreeMask

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
@@ -57,7 +59,8 @@ class WithDraftsOnCUDA(WithDrafts):
             return self.build(0, common)
         requests, rows = common.num_reqs, common.num_actual_tokens
         self._place(common, requests)
-        return DraftedRows(NOT_KEPT, rows, self._rows_of(common, requests, rows), None)
+        trees = self._rows_of(common, requests, rows)
+        return DraftedRows(NOT_KEPT, self.kept[:1, 1], rows, trees, None)
 
     def trees_of(
         self, common: CommonAttentionMetadata, drafted: int, rows: int, mask: TreeMask
@@ -86,11 +89,33 @@ class WithDraftsOnCUDA(WithDrafts):
         """Do nothing: `StateKind` has compiled what the layers run."""
 
 
+class Forwards:
+    """The tensors of layers, for each of the forwards whose paths may still come."""
+
+    def __init__(self, forwards: Iterable[Sequence[tuple[torch.Tensor, ...]]]) -> None:
+        each = [Layers.of(layers) for layers in forwards if layers[0]]
+        self.have_tensors = bool(each)
+        self._each = each
+        if len(each) > 1:
+            self._addresses = torch.stack([one.addresses for one in each])
+            self._aligned = math.gcd(*(one.aligned for one in each))
+
+    def of(self, number: torch.Tensor) -> Layers:
+        """Return those of the forward of this ``number`` []."""
+        first = self._each[0]
+        if len(self._each) == 1:
+            return first
+        at = number.reshape(1).long() % len(self._each)
+        addresses = self._addresses.index_select(0, at)[0]
+        return first._replace(addresses=addresses, aligned=self._aligned)
+
+
 class OnCUDA(WithStates):
     """Runs the kernels of CUDA in a recurrent layer.
 
     What they read of a step's rows has places that stay the same, for captured graphs. These exist
-    before vLLM measures memory. They hold one forward, so a pipeline is refused.
+    before vLLM measures memory. An earlier stage of a pipeline gets the paths of a forward when as
+    many others as there are stages may have begun, so it has a copy for each of them.
     """
 
     builder = WithDraftsOnCUDA
@@ -106,6 +131,18 @@ class OnCUDA(WithStates):
         # A convolution alone leaves nothing that a recurrence reads.
         self._mixed = torch.zeros(rows if gates else 0, channels)
         self._gates = torch.zeros(rows, gates)
+        stages, own = get_pp_group(), (self._raw, self._mixed, self._gates)
+        self._copies: list[torch.Tensor] = []
+        if not stages.is_last_rank:
+            self._copies = [each.new_zeros(stages.world_size, *each.shape) for each in own]
+
+    @property
+    def records(self) -> list[tuple[torch.Tensor, ...]]:
+        """What commits read of each forward whose paths may still come: the inputs of the
+        convolution, what was convolved, and the gates."""
+        if self._copies:
+            return [*zip(*self._copies, strict=True)]
+        return [(self._raw, self._mixed, self._gates)]
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -127,9 +164,9 @@ class OnCUDA(WithStates):
     ) -> None:
         """Run what was convolved [T, C] and gates [T, G] through the recurrence."""
 
-    @property
-    def committed(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of a commit of the recurrence's states, as `advance_states` takes them."""
+    def committed(self, mixed: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tensors of a commit of the recurrence's states, as `advance_states` takes them, of a
+        forward's `records`."""
         return ()
 
     @staticmethod
@@ -150,16 +187,26 @@ class OnCUDA(WithStates):
         if gates:
             torch.cat([*gates], dim=1, out=self._gates[:rows])
             self.recur(trees, mixed, self._gates[:rows], out)
+        for copies, own in zip(self._copies, (self._raw, self._mixed, self._gates), strict=False):
+            at = drafted.on_device % len(copies)
+            copies[:, :rows].index_copy_(0, at, own[None, :rows])
 
     @classmethod
     def together(cls, layers: Sequence[Any]) -> Callable[[Commit, torch.Tensor], None]:
-        histories = Layers.of([(each._raw, each.history) for each in layers])
-        states = Layers.of([each.committed for each in layers]) if layers[0].committed else None
+        of_forwards = [*zip(*(each.records for each in layers), strict=True)]
+        histories = Forwards(
+            [(raw, each.history) for each, (raw, _, _) in zip(layers, records, strict=True)]
+            for records in of_forwards
+        )
+        states = Forwards(
+            [each.committed(*read) for each, (_, *read) in zip(layers, records, strict=True)]
+            for records in of_forwards
+        )
 
         def advance(commit: Commit, number: torch.Tensor) -> None:
-            if states is not None:
-                cls.advance_states(commit, states)
-            keep_history(commit, histories)
+            if states.have_tensors:
+                cls.advance_states(commit, states.of(number))
+            keep_history(commit, histories.of(number))
 
         return advance
 
@@ -196,10 +243,9 @@ class TreeMambaMixer2(OnCUDA, Mamba2Rows, MambaMixer2):
 
     advance_states = staticmethod(advance_state_space)
 
-    @property
-    def committed(self) -> tuple[torch.Tensor, ...]:
-        x, b, _ = self.split(self._mixed)
-        return x, self._gates, b, self.kv_cache[1], self.A, self.dt_bias
+    def committed(self, mixed: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, b, _ = self.split(mixed)
+        return x, gates, b, self.kv_cache[1], self.A, self.dt_bias
 
 
 class TreeShortConv(OnCUDA, ShortConvRows, ShortConv):
@@ -245,7 +291,6 @@ class TreeGatedDeltaNet(OnCUDA, DeltaNetRows, QwenGatedDeltaNetAttention):
 
     advance_states = staticmethod(advance_delta_rule)
 
-    @property
-    def committed(self) -> tuple[torch.Tensor, ...]:
-        (_, k, v), (a, b) = self.split(self._mixed), self._gates.chunk(2, dim=1)
+    def committed(self, mixed: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (_, k, v), (a, b) = self.split(mixed), gates.chunk(2, dim=1)
         return k, v, a, b, self.states, self.A_log, self.dt_bias

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
@@ -55,9 +56,10 @@ class WithStates:
 
     @property
     def history(self) -> torch.Tensor:
-        """The convolution's last inputs, [slots, width - 1, channels]."""
+        """The convolution's last inputs, [slots, width - 1, channels]; as NIXL wants them stored,
+        channels come first."""
         history: torch.Tensor = self.kv_cache[0]
-        return history
+        return history.transpose(1, 2) if is_conv_state_dim_first() else history
 
     def drafted(self) -> DraftedRows | None:
         """Return the rows of this forward's requests with drafts; None if there are none."""

@@ -41,7 +41,7 @@ def _after_two_forwards(*, last: bool) -> tuple[Convolution, list[torch.Tensor]]
     read = [torch.rand(len(parents), 1) for parents in PARENTS]
     for number, (parents, raw) in enumerate(zip(PARENTS, read, strict=True)):
         states = tree_states([parents], [number + 1])
-        drafted = DraftedRows(number, len(raw), TreeForward(states), None)
+        drafted = DraftedRows(number, torch.tensor([number]), len(raw), TreeForward(states), None)
         layer.through(drafted, raw, [], torch.empty_like(raw))
     return layer, read
 

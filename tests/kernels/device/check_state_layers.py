@@ -107,16 +107,23 @@ def forward_of(metadata: Any) -> Iterator[None]:
 
 def step(of: Device, seed: int, run: Any) -> torch.Tensor:
     """Run a step's forward and commit; return the outputs."""
+    found = forward(of, seed, run)
+    commit(of, of.builder.kept)
+    return found
+
+
+def forward(of: Device, seed: int, run: Any) -> torch.Tensor:
     metadata = of.builder.build(0, batch(), tree_mask=mask(seed))
     with forward_of(metadata):
         found: torch.Tensor = run(of.layer, torch.Generator().manual_seed(seed))
+    return found
+
+
+def commit(of: Device, places: torch.Tensor) -> None:
     path = torch.tensor([each + [-1] * (3 - len(each)) for each in PATHS])
     path[2] = -1  # the chain is a prompt's last token, filled up with drafts
     roots = torch.arange(REQUESTS) * COLUMNS
-    committer([of.layer], REQUESTS)(
-        AcceptedPaths(path, roots, torch.arange(REQUESTS)), of.builder.kept
-    )
-    return found
+    committer([of.layer], REQUESTS)(AcceptedPaths(path, roots, torch.arange(REQUESTS)), places)
 
 
 def through_mamba2(layer: Any, drawn: torch.Generator) -> torch.Tensor:
@@ -149,11 +156,11 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-def made(name: str, make: Any) -> tuple[Device, Device]:
+def made(name: str, make: Any, pending: int = 1) -> tuple[Device, Device]:
     found = []
     for module, builder in ((layers, OnCPU), (cuda_layers, OnCUDA)):
         torch.manual_seed(0)
-        layer = make(getattr(module, name), REQUESTS * COLUMNS, COLUMNS)
+        layer = make(getattr(module, name), REQUESTS * COLUMNS, COLUMNS, pending)
         if name == "TreeGatedDeltaNet" and module is cuda_layers:  # other order in memory
             history, states = layer.kv_cache
             layer.kv_cache = history, states.transpose(2, 3).contiguous()
@@ -169,11 +176,48 @@ def test_steps_give_the_outputs_and_the_states_of_a_cpu(name: str, make: Any, ru
     for seed in range(3):
         outputs = [step(each, seed, run) for each in (cpu, cuda)]
         torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+    assert_equal_states(name, cpu, cuda)
+    assert not torch.equal(cuda.layer.kv_cache[0][END_SLOT], unused)
+
+
+def assert_equal_states(name: str, cpu: Device, cuda: Device) -> None:
     history, states = cuda.layer.kv_cache
     states = states.transpose(2, 3) if name == "TreeGatedDeltaNet" else states
     torch.testing.assert_close(history, cpu.layer.kv_cache[0])
     torch.testing.assert_close(states, cpu.layer.kv_cache[1], rtol=1e-4, atol=1e-4)
-    assert not torch.equal(history[END_SLOT], unused)
+
+
+@KINDS
+def test_histories_may_have_their_channels_first(name: str, make: Any, run: Any) -> None:
+    cpu, cuda = made(name, make)
+    history, *states = cuda.layer.kv_cache
+    cuda.layer.kv_cache = (history.transpose(1, 2).contiguous(), *states)
+    for seed in range(2):
+        wanted = step(cpu, seed, run)
+        with mock.patch.object(rows, "is_conv_state_dim_first", return_value=True):
+            torch.testing.assert_close(step(cuda, seed, run), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(cuda.layer.kv_cache[0].transpose(1, 2), cpu.layer.kv_cache[0])
+
+
+@KINDS
+@pytest.mark.parametrize("latest", [False, True])
+def test_a_stage_advances_states_by_what_the_forward_of_the_paths_has_read(
+    name: str, make: Any, run: Any, latest: bool
+) -> None:
+    """Control: the latest forward is another one."""
+    cpu, cuda = made(name, make, pending=2)
+    places: dict[str, list[torch.Tensor]] = {"cpu": [], "cuda": []}
+    for seed in range(3):
+        for of, own in zip((cpu, cuda), places.values(), strict=True):
+            forward(of, seed, run)
+            own.append(of.builder.kept.clone())
+    for of, own in zip((cpu, cuda), places.values(), strict=True):
+        commit(of, own[2 if latest and of is cuda else 1])
+    if not latest:
+        assert_equal_states(name, cpu, cuda)
+        return
+    with pytest.raises(AssertionError):
+        assert_equal_states(name, cpu, cuda)
 
 
 @KINDS
