@@ -23,8 +23,13 @@ SERVED = (
 )
 """Connectors of vLLM whose sources follow the rule above."""
 
+OF_STATES = tuple(name for name in SERVED if name != "LMCacheConnectorV1")
+"""Those that also keep recurrent states. These must be loaded before a step: vLLM's runner copies a
+request's state to the block of its last row before a connector loads within the step."""
+
 DECLARED = "saves_after_verification"
-"""A class attribute by which any other connector declares that it follows the rule."""
+DECLARED_OF_STATES = "loads_states_before_a_step"
+"""Class attributes by which any other connector declares that it follows these rules."""
 
 _ADVICE = (
     "it may read slots before the accepted path is there; use one of "
@@ -35,24 +40,32 @@ _ADVICE = (
 
 def unserved(config: Any) -> list[str]:
     """Return the connectors of a ``VllmConfig`` that trees cannot be combined with."""
-    if config.kv_transfer_config is None or not config.kv_transfer_config.kv_connector:
+    return [*_unserved(config.kv_transfer_config)] if _with_connector(config) else []
+
+
+def unserved_with_states(config: Any) -> list[str]:
+    """Return those that only a recurrent target cannot be combined with."""
+    if not _with_connector(config) or not config.model_config.is_hybrid:
         return []
-    return [*_unserved(config.kv_transfer_config)]
+    found = _unserved(config.kv_transfer_config, OF_STATES, DECLARED_OF_STATES)
+    return [name for name in found if name not in unserved(config)]
 
 
-def _unserved(transfer: Any) -> Iterator[str]:
+def _unserved(
+    transfer: Any, served: tuple[str, ...] = SERVED, declared: str = DECLARED
+) -> Iterator[str]:
     name, extra = transfer.kv_connector, transfer.kv_connector_extra_config
     if transfer.kv_connector_module_path:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        if not getattr(KVConnectorFactory.get_connector_class(transfer), DECLARED, False):
+        if not getattr(KVConnectorFactory.get_connector_class(transfer), declared, False):
             yield name
     elif name == "MultiConnector":
         from vllm.config import KVTransferConfig
 
         for each in extra.get("connectors", ()):
-            yield from _unserved(KVTransferConfig(**each))
-    elif name not in SERVED:
+            yield from _unserved(KVTransferConfig(**each), served, declared)
+    elif name not in served:
         yield name
     elif name == "LMCacheConnectorV1" and _lmcache_saves_by_layer(extra):
         yield f"{name} with use_layerwise"
@@ -86,16 +99,17 @@ def _with_connector(config: Any) -> bool:
 CONNECTOR_REFUSALS = (
     Refusal("kv_transfer_config.kv_connector", unserved, bool, _ADVICE),
     Refusal(
+        "kv_transfer_config.kv_connector (is_hybrid)",
+        unserved_with_states,
+        bool,
+        f"it keeps no recurrent states, or loads them too late; use one of {', '.join(OF_STATES)}, "
+        f"or a class of your own whose attribute {DECLARED_OF_STATES} is true, too",
+    ),
+    Refusal(
         "kv_transfer_config, pipeline_parallel_size",
         lambda c: (_with_connector(c), c.parallel_config.pipeline_parallel_size),
         lambda found: found[0] and found[1] > 1,
         "earlier stages save a step before its accepted path is there; set it to 1",
-    ),
-    Refusal(
-        "kv_transfer_config, is_hybrid",
-        lambda c: (_with_connector(c), c.model_config.is_hybrid),
-        all,
-        "recurrent states with a KV connector were never compared; leave it out",
     ),
 )
 """Checks of ``VllmConfig``."""

@@ -9,6 +9,8 @@ import pytest
 from configurations import admit, changed, refusal_of
 from vllm.config import KVTransferConfig
 
+from dyntree_plugin.admission.states import TARGETS
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -21,6 +23,10 @@ class Undeclared:
 
 class Declared(Undeclared):
     saves_after_verification = True
+
+
+class WithStates(Declared):
+    loads_states_before_a_step = True
 
 
 def connected(config: VllmConfig, name: str, **transfer: Any) -> VllmConfig:
@@ -88,11 +94,27 @@ def test_layer_wise_saves_of_lmcache_are_seen_in_its_own_settings(
     assert "with use_layerwise" in refusal_of(config)
 
 
-def test_a_pipeline_and_recurrent_targets_are_refused_with_a_connector(
-    admitted: VllmConfig,
-) -> None:
+def test_a_pipeline_is_refused_with_a_connector(admitted: VllmConfig) -> None:
     config = connected(admitted, "NixlConnector")
     staged = changed(config, "parallel_config.pipeline_parallel_size", 2)
     assert "earlier stages save a step" in refusal_of(staged)
-    hybrid = changed(config, "model_config.is_hybrid", True)
-    assert "kv_transfer_config, is_hybrid=(True, True)" in refusal_of(hybrid)
+
+
+def test_recurrent_targets_have_connectors_that_keep_states(admitted: VllmConfig) -> None:
+    hybrid = changed(admitted, "model_config.is_hybrid", True)
+    hybrid = changed(hybrid, "model_config.architecture", TARGETS[0])
+    own = {"kv_connector_module_path": HERE}
+    for name, transfer in (
+        ("NixlConnector", {}),
+        ("OffloadingConnector", {}),
+        ("MultiConnector", several("SimpleCPUOffloadConnector", "OffloadingConnector")),
+        ("WithStates", own),
+    ):
+        admit(connected(hybrid, name, **transfer))
+    for name, transfer, named in (
+        ("LMCacheConnectorV1", {}, "LMCacheConnectorV1"),
+        ("MultiConnector", several("NixlConnector", "LMCacheConnectorV1"), "LMCacheConnectorV1"),
+        ("Declared", own, "Declared"),
+    ):
+        reason = refusal_of(connected(hybrid, name, **transfer))
+        assert f"kv_transfer_config.kv_connector (is_hybrid)=['{named}'] is not" in reason
