@@ -51,13 +51,6 @@ _REFUSALS = (
         lambda found: found[0] == "float16" and found[1] not in IN_FLOAT16,
         f"compared in float16 are {' and '.join(IN_FLOAT16)}; set --dtype to bfloat16 or float32",
     ),
-    _RECURRENT.refusal(
-        "enable_prefix_caching, pipeline_parallel_size",
-        lambda c: (c.cache_config.enable_prefix_caching, c.parallel_config.pipeline_parallel_size),
-        lambda found: found[0] and found[1] > 2,
-        "with a prefix cache, pipelines of two stages alone were compared with decoding without "
-        "trees; use two, or --no-enable-prefix-caching",
-    ),
     Refusal(
         "enable_mamba_cache_stochastic_rounding",
         lambda c: c.mamba_config.enable_stochastic_rounding,
@@ -83,9 +76,21 @@ _ON_CUDA = (
 )
 
 
+def _cached_in_stages(most: int) -> Refusal:
+    return _RECURRENT.refusal(
+        "enable_prefix_caching, pipeline_parallel_size",
+        lambda c: (c.cache_config.enable_prefix_caching, c.parallel_config.pipeline_parallel_size),
+        lambda found: found[0] and found[1] > most,
+        f"with a prefix cache, more than {most} were not compared with decoding without trees; "
+        f"set it to {most}, or --no-enable-prefix-caching",
+    )
+
+
 def state_refusals(device_type: str) -> tuple[Refusal, ...]:
     """Return checks of ``VllmConfig``."""
-    return (*_REFUSALS, *_ON_CUDA) if device_type == "cuda" else _REFUSALS
+    if device_type == "cuda":
+        return (*_REFUSALS, *_ON_CUDA, _cached_in_stages(1))
+    return (*_REFUSALS, _cached_in_stages(2))
 
 
 def tree_refusals(vllm_config: Any, node_budget: int, device_type: str) -> Iterator[str]:

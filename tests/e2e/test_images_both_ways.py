@@ -25,7 +25,7 @@ from emulated_engine import Emulated, serve_emulated
 from engine_process import Request, Run
 from features import PROMPTS, SEEDS
 from gemma_targets import PLACEHOLDERS, assistant_of, gemma_target
-from random_engines import TIGHT, Target
+from random_engines import TIGHT, Engines, Target
 from references import TOLERANCE, from_transformers, with_images
 from slow import marked
 
@@ -176,17 +176,30 @@ def test_the_stand_in_for_vllms_kernel_gives_what_that_gives() -> None:
     assert moved > 0.1
 
 
+def _engines_on_cpu(kind: str, model: Path) -> Engines:
+    common, longer = OPTIONS | {"model": str(model)}, {"max_tokens": 32}
+    run = Run([replace(each, params={**each.params, **longer}) for each in _requests(kind)])
+    plain, once = workload.without_tree() | common, {"sound": run}
+    moved, missed = (
+        once | {name: replace(run, sabotage=name)}
+        for name in ("without_kv_move", "without_paths_of_earlier_stages")
+    )
+    trees = {each: _trees(each, model, NODES[kind]) | TIGHT | common for each in ON_CPU[kind]}
+    own = trees[ON_CPU[kind][1]]
+    return {
+        "plain": (plain, once),
+        **{name: (each, moved) for name, each in trees.items()},
+        "two ranks": (own, moved),
+        "two stages": (own, missed),
+    }
+
+
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Target]:
     @cache
     def of_kind(kind: str) -> Target:
         model = gemma_target(tmp_path_factory.mktemp("targets") / kind, kind)
-        common, longer = OPTIONS | {"model": str(model)}, {"max_tokens": 32}
-        run = Run([replace(each, params={**each.params, **longer}) for each in _requests(kind)])
-        runs = {"sound": run, "without_kv_move": replace(run, sabotage="without_kv_move")}
-        trees = {each: _trees(each, model, NODES[kind]) | TIGHT | common for each in ON_CPU[kind]}
-        plain = workload.without_tree() | common, {"sound": run}
-        return Target({"plain": plain} | {name: (each, runs) for name, each in trees.items()})
+        return Target(_engines_on_cpu(kind, model))
 
     return of_kind
 
@@ -205,3 +218,19 @@ def test_on_a_cpu_the_tokens_are_those_without_trees(
     if source == "assistant":  # What look-up guesses right here is a chain, which moves nothing.
         assert own.differing(source, "without_kv_move") > 0
     assert accepted_per_step(own.served(source)["sound"]) > 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [("gemma3", "two ranks"), ("gemma3", "two stages"), ("gemma4", "two ranks")],
+)
+def test_on_a_cpu_other_engines_give_the_tokens_without_trees(
+    kind: str, engine: str, on_cpu: Callable[[str], Target], tell: Callable[[str], None]
+) -> None:
+    own = on_cpu(kind)
+    found = {name: own.differing(engine, name) for name in own.engines[engine][1]}
+    tell(f"{kind}, {engine}: {found}")
+    assert found.pop("sound") == 0
+    assert all(found.values())
+    assert accepted_per_step(own.served(engine)["sound"]) > 0.3
