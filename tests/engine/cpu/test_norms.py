@@ -30,7 +30,8 @@ def rows(dtype: torch.dtype, seed: int, *shape: int) -> torch.Tensor:
 def differences(layer: RMSNorm, *given: torch.Tensor) -> list[float]:
     """Return how far the layer's outputs are from vLLM's, as parts of the largest number."""
     before = [each.clone() for each in given]
-    found, wanted = layer(*given), layer.forward_native(*given)
+    found: Any = layer(*given)
+    wanted: Any = layer.forward_native(*given)
     assert all(torch.equal(*both) for both in zip(given, before, strict=True))
     pairs = zip(found, wanted, strict=True) if len(given) > 1 else [(found, wanted)]
     return [float((own - each).abs().max() / each.abs().max()) for own, each in pairs]

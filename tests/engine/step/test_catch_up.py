@@ -123,7 +123,7 @@ class Noting:
     def catch_up_prompts(self, *_: Any) -> None:
         self.done.append("read prompts")
 
-    def root(self, *_: Any) -> None:
+    def root(self, *_: Any, **__: Any) -> None:
         self.done.append("root")
 
     def forward(self, *_: Any) -> bool:
