@@ -41,7 +41,7 @@ class Step:
 
 
 def _larger(one: float, other: float) -> float:
-    return (one**4 + other**4) ** 0.25
+    return float((one**4 + other**4) ** 0.25)
 
 
 def _product(weights: float, rows: int, bandwidth: float) -> float:

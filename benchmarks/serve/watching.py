@@ -99,7 +99,7 @@ class Watch:
 
 def _kernels(events: Any, steps: int) -> dict[str, Any]:
     """Sum up the device's work by name, and its gaps: of all time that it was idle in between."""
-    every = [each for each in events if each.device_type == torch.autograd.DeviceType.CUDA]
+    every = [each for each in events if each.device_type.name == "CUDA"]
     by_name: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     busy, gaps, until = 0.0, 0.0, None
     for each in sorted(every, key=lambda each: each.time_range.start):

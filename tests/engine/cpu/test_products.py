@@ -10,6 +10,7 @@ import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers import utils
 
+from dyntree_plugin.engine import row_bits
 from dyntree_plugin.engine.cpu import products
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -42,15 +43,15 @@ def test_a_row_has_the_bits_that_it_has_alone(shape: tuple[int, int], dtype: tor
     assert torch.equal(apart.flatten(0, 1), alone)
 
 
-@pytest.mark.parametrize("count", products._TRIED)
+@pytest.mark.parametrize("count", row_bits.TRIED)
 def test_a_product_whose_bits_change_is_refused(count: int) -> None:
     weight = drawn(48, 64, dtype=torch.bfloat16)
 
-    def product(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    def product(x: torch.Tensor) -> torch.Tensor:
         return x @ weight.T + (len(x) == count)
 
     with pytest.raises(RuntimeError, match=r"cannot be kept on this CPU: .* \(48, 64\)"):
-        products._check(product, weight)
+        row_bits.check_product(product, weight.shape, weight.dtype, weight.device)
 
 
 def test_rows_alone_may_be_summed_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
