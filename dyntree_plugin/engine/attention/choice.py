@@ -116,12 +116,8 @@ def choose_kernel(
         choice.name,
         choice.reason,
     )
-    of_triton = (
-        heads,
-        kv_cache_spec.dtype.itemsize,
-        properties.multi_processor_count,
-        envs.VLLM_BATCH_INVARIANT,
-    )
+    of_device = heads, kv_cache_spec.dtype.itemsize, properties.multi_processor_count
+    of_triton = *of_device, envs.VLLM_BATCH_INVARIANT
     triton = TritonTrees(*of_triton)
     if same_bits:
         return PathTrees(*of_triton), triton

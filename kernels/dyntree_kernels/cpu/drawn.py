@@ -36,7 +36,7 @@ _NANOSECONDS = 4  # per entry; use_torch_threads counts operations of about a na
 
 @compiled
 def _sort(keys, first, end):
-    """Sort keys[first:end]. To call numba's sort takes longer than to sort a few."""
+    """Sort keys[first:end]. A call of numba's sort takes 0.2 us, which is long for a few."""
     if end - first > _FEW:
         keys[first:end].sort()
         return
@@ -54,7 +54,7 @@ def _offered(logits, temperature, scores, tokens):
     number; 0 for a row without a distribution. Of equals, the lowest token is first. Scores that
     are negligible beside the best one may be left out.
 
-    A histogram leaves few scores of a bin to be sorted: numba sorts 1,024 in 25 us.
+    A histogram leaves few scores of a bin to be sorted.
     """
     row, top, sound = np.empty(logits.shape[0], np.float32), _NONE, True
     for i in range(row.shape[0]):
