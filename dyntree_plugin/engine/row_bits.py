@@ -28,7 +28,7 @@ def check_product(
     rows = torch.randn(TRIED[-1], weight[1], generator=generator).to(device, dtype)
     together = product(rows)
     for count in TRIED:
-        if not torch.equal(product(rows[-count:]), together[-count:]):
+        if not torch.equal(product(rows[-count:]), together[-count:]):  # sync: at start
             raise RuntimeError(
                 f"dyntree.exactness='bits' cannot be kept on this {device.type.upper()}: a product "
                 f"with a weight of {tuple(weight)} in {dtype} has other bits with {count} rows "

@@ -48,8 +48,10 @@ TYPES = {
 """Arguments of kernels by type."""
 POINTERS = {name: of for of, names in TYPES.items() for name in names.split()}
 UNQUANTISED = dict.fromkeys(("QUERY_SCALE", "KEY_SCALE", "VALUE_SCALE"))
-PLAIN: dict[str, Any] = {"SINKS": None, "WINDOW": 0, "CAP": 0.0, "LSE": None}
+PLAIN: dict[str, Any] = {"SINKS": None, "WINDOW": 0, "CAP": 0.0}
 """Attention without features."""
+WHOLE = PLAIN | {"LSE": None}
+"""Tree attention without features that reads the context, too."""
 ODD = {
     *["words", "nodes", "depth", "max_depth", "blocks", "vocab", "packed_rows", "s_bits"],
     *[

@@ -15,6 +15,7 @@ from ahead_of_time import (  # noqa: E402
     PLAIN,
     POINTERS,
     UNQUANTISED,
+    WHOLE,
     compile_for,
     compiled,
     loops,
@@ -95,7 +96,7 @@ def test_attention_at_head_size_128_does_not_spill(
         attention._tree_attention, tile.warps, tile.stages, H=8, G=group, D=128, DP=128, V=128,
         VP=128, PAGE=16, BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=words,
         SPLITS=splits,
-        **PLAIN, **UNQUANTISED,
+        **WHOLE, **UNQUANTISED,
     )  # fmt: skip
     assert used["stack"] <= SPILLED.get((rows, group, splits), 0), used
     assert used["shared"] <= 227 * 1024, used
@@ -142,7 +143,7 @@ def test_a_tree_after_its_context_does_not_spill(
         attention._tree_attention, tile.warps, tile.stages, capability=capability, H=8, G=group,
         D=head_size, DP=head_size, V=head_size, VP=head_size, PAGE=16, BLOCKS=512,
         BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=1, sl_t=1,
-        **{name: each for name, each in PLAIN.items() if name != "LSE"}, **UNQUANTISED,
+        **PLAIN, **UNQUANTISED,
     )  # fmt: skip
     assert used["stack"] == 0, used
     assert used["shared"] <= 227 * 1024, used
@@ -157,7 +158,7 @@ def test_attention_over_quantised_caches_fits(rows: int, of_queries: str) -> Non
         attention._tree_attention, tile.warps, tile.stages,
         POINTERS | {"Q": of_queries, "KV": "*fp8e4nv"}, H=8, G=4, D=128, DP=128, V=128, VP=128,
         PAGE=16, BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=2,
-        **PLAIN, **of_scale,
+        **WHOLE, **of_scale,
     )  # fmt: skip
     assert used["stack"] <= SPILLED.get((rows, 4, of_queries), 0), used
     assert used["shared"] <= 227 * 1024, used
@@ -240,7 +241,7 @@ def test_latent_attention_of_deepseeks_size_does_not_spill(
 def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
     used = compiled(
         attention._tree_attention, 4, 3, H=8, G=4, D=128, DP=128, V=128, VP=128, PAGE=16,
-        BLOCKS=512, BM=128, BN=64, NODES=32, WORDS=2, SPLITS=4, **PLAIN, **UNQUANTISED,
+        BLOCKS=512, BM=128, BN=64, NODES=32, WORDS=2, SPLITS=4, **WHOLE, **UNQUANTISED,
     )  # fmt: skip
     assert used["stack"] > max(SPILLED.values()), used
 

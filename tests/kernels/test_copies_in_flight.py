@@ -16,6 +16,7 @@ from ahead_of_time import (  # noqa: E402
     PLAIN,
     POINTERS,
     UNQUANTISED,
+    WHOLE,
     compile_for,
     compiled,
     loops,
@@ -60,7 +61,7 @@ def test_a_tile_is_in_flight_while_another_is_multiplied(
         attention._tree_attention, tile.warps, tile.stages, POINTERS | {"KV": of_cache},
         capability, H=8, G=4, D=head_size, DP=head_size, V=head_size, VP=head_size, PAGE=16,
         BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=tile.block_m // 4, WORDS=2, SPLITS=16,
-        **PLAIN, **UNQUANTISED,
+        **WHOLE, **UNQUANTISED,
     )  # fmt: skip
     waits = copies_in_flight(result)
     assert waits, "the loop never waits for its copies"
@@ -91,7 +92,7 @@ def test_tiles_of_every_device_fit_where_shared_memory_is_least(rows: int, head_
     result = compile_for(
         attention._tree_attention, tile.warps, tile.stages, capability=86, H=8, G=4, D=head_size,
         DP=head_size, V=head_size, VP=head_size, PAGE=16, BLOCKS=512, BM=tile.block_m,
-        BN=tile.block_n, NODES=tile.block_m // 4, WORDS=2, SPLITS=16, **PLAIN, **UNQUANTISED,
+        BN=tile.block_n, NODES=tile.block_m // 4, WORDS=2, SPLITS=16, **WHOLE, **UNQUANTISED,
     )  # fmt: skip
     assert result.metadata.shared <= 99 << 10
 

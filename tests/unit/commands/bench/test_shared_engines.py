@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.serve import limit_model, shared, watching
 from dyntree_plugin.commands.bench import plan
@@ -150,16 +149,17 @@ def test_a_watch_counts_the_host_s_time_by_function_until_it_ends() -> None:
     assert engine.asked.count("execute_model") == 4
 
 
-def span(name: str, start: float, end: float) -> Any:
-    kind = torch.autograd.DeviceType.CUDA
+def span(name: str, start: float, end: float, device: str = "CUDA") -> Any:
     return SimpleNamespace(
-        name=name, device_type=kind, time_range=SimpleNamespace(start=start, end=end)
+        name=name,
+        device_type=SimpleNamespace(name=device),
+        time_range=SimpleNamespace(start=start, end=end),
     )
 
 
 def test_kernels_are_summed_by_name_and_gaps_are_what_none_fills() -> None:
     events = [span("b", 5000, 9000), span("a", 0, 2000), span("a", 1000, 4000)]
-    found = watching._kernels([*events, SimpleNamespace(device_type=None)], steps=2)
+    found = watching._kernels([*events, span("a", 0, 9000, "CPU")], steps=2)
     assert (found["busy_ms"], found["gap_ms"]) == (4.0, 0.5)
     assert found["kernels"] == [
         {"name": "a", "launches": 1.0, "ms": 2.5},
