@@ -21,9 +21,11 @@ print("started", flush=True)
 time.sleep(300)
 """
 COMMAND = f"""
-import subprocess, sys, time
+import signal, subprocess, sys, time
 from dyntree_plugin.commands import ending
 
+for each in (signal.SIGINT, signal.SIGHUP):  # a shell starts jobs that ignore them
+    signal.signal(each, signal.SIG_DFL)
 ending._GRACE_SECONDS, ending._PATIENCE_SECONDS = 0.5, 2
 
 @ending.ends_by_signals
