@@ -214,6 +214,7 @@ class CompiledGrowth(StepGrowth):
         expansions = 1 + sum(settings.widths)
         candidates = settings.grafts + children * expansions
         self._widths = self._every = settings.widths
+        self._firsts = [expansions_of(self._every, each)[0] for each in range(1 + len(self._every))]
         self._coupled = settings.coupled
         self._children = children
         self._longest, self._max_depth = settings.longest, settings.max_depth
@@ -272,8 +273,7 @@ class CompiledGrowth(StepGrowth):
         self._widths = (1,) * len(self._every)
         if self._drawing is not None:
             # A chain is drawn with the same noise whatever is beside it.
-            first = [expansions_of(self._every, each)[0] for each in range(1 + len(self._every))]
-            self._seeds = self._seeds[first]
+            self._seeds = self._seeds[self._firsts]
         return True
 
     def graft(self, trie: Trie) -> None:
