@@ -189,7 +189,7 @@ def _recipes() -> str:
         sum(not each["refused"] for each in of) for of in (commands.values(), checkpoints)
     )
     head += (
-        f" The default commands of {default} start on CUDA, and those of {listed} of the "
+        f" The default commands of {default} are admitted on CUDA, and those of {listed} of the "
         f"{len(checkpoints)} checkpoints that the recipes with served drafts list."
     )
     return "\n".join([*textwrap.wrap(head, 120), "", *lines])
