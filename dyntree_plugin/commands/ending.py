@@ -19,6 +19,7 @@ R = TypeVar("R")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_SECONDS = 5.0
 _PATIENCE_SECONDS = 10.0
+_killing = threading.Lock()
 
 
 class Ended(SystemExit):
@@ -84,6 +85,9 @@ def _insist(status: int) -> None:
 def _end_children(grace: float = 0.0) -> None:
     """Kill this process' descendants, unless SIGTERM ends them within ``grace`` seconds.
 
+    One thread does so at a time: a child that is dead no longer names its own children, so the
+    command may not end before the thread that listed them has killed them.
+
     Python's resource tracker is left. It ends with this process, and then removes shared memory
     that the killed ones have left.
     """
@@ -92,12 +96,13 @@ def _end_children(grace: float = 0.0) -> None:
     except ModuleNotFoundError:
         return  # vLLM brings it, and only vLLM starts processes
 
-    children = [each for each in psutil.Process().children(recursive=True) if not _tracks(each)]
-    for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _GRACE_SECONDS)):
-        for each in children if seconds else ():
-            with suppress(psutil.NoSuchProcess):
-                each.send_signal(number)
-        _, children = psutil.wait_procs(children, seconds)
+    with _killing:
+        children = [each for each in psutil.Process().children(recursive=True) if not _tracks(each)]
+        for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _GRACE_SECONDS)):
+            for each in children if seconds else ():
+                with suppress(psutil.NoSuchProcess):
+                    each.send_signal(number)
+            _, children = psutil.wait_procs(children, seconds)
 
 
 def _tracks(process: Any) -> bool:

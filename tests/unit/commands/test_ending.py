@@ -22,8 +22,19 @@ time.sleep(300)
 """
 COMMAND = f"""
 import signal, subprocess, sys, time
+import psutil
 from dyntree_plugin.commands import ending
 
+# A child is killed long before its own: a command that waits for it may end in between.
+def send_slowly(process, number, send=psutil.Process.send_signal):
+    send(process, number)
+    time.sleep(0.5)
+
+def wait_in_order(processes, timeout, wait=psutil.wait_procs):
+    gone, alive = wait(processes, timeout)
+    return gone, sorted(alive, key=lambda each: each.pid)
+
+psutil.Process.send_signal, psutil.wait_procs = send_slowly, wait_in_order
 for each in (signal.SIGINT, signal.SIGHUP):  # a shell starts jobs that ignore them
     signal.signal(each, signal.SIG_DFL)
 ending._GRACE_SECONDS, ending._PATIENCE_SECONDS = 0.5, 2
