@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -52,25 +53,17 @@ PLAIN: dict[str, Any] = {"SINKS": None, "WINDOW": 0, "CAP": 0.0}
 """Attention without features."""
 WHOLE = PLAIN | {"LSE": None}
 """Tree attention without features that reads the context, too."""
-ODD = {
-    *["words", "nodes", "depth", "max_depth", "blocks", "vocab", "packed_rows", "s_bits"],
-    *[
-        "s_table",
-        "s_path",
-        "s_slots",
-        "s_requests",
-        "s_report",
-        "first",
-        "width",
-        "expansions",
-        "budget",
-        "known",
-        "capacity",
-        "longest",
-    ],
-    *["groups", "deepest", "columns", "spare", "s_tokens", "s_texts", "kinds_each", "s_logits"],
-    *["rows", "s_mask", "s_counts", "s_words", "s_offsets", "start_len", "end_len", "forced_len"],
-}
+CAPABILITIES = pytest.mark.parametrize(
+    "capability", [90, pytest.param(100, marks=pytest.mark.slow)]
+)
+_ODD = (
+    "words nodes depth max_depth blocks vocab packed_rows s_bits s_table s_path s_slots s_requests "
+    "s_report first width expansions budget known capacity longest groups deepest columns spare "
+    "s_tokens s_texts kinds_each s_logits rows s_mask s_counts s_words s_offsets start_len end_len "
+    "forced_len"
+)
+ODD = set(_ODD.split())
+"""Numbers that need not be multiples of 16."""
 
 
 def compile_for(
@@ -99,9 +92,12 @@ def compile_for(
 
 
 def compiled(kernel: Any, warps: int, *given: Any, **constants: Any) -> dict[str, int]:
-    """Compile as `compile_for` does. Return the registers and bytes of stack per thread, and the
-    bytes of shared memory."""
-    result = compile_for(kernel, warps, *given, **constants)
+    """Compile as `compile_for` does, and return what `used_by` says."""
+    return used_by(compile_for(kernel, warps, *given, **constants))
+
+
+def used_by(result: Any) -> dict[str, int]:
+    """Return the registers and bytes of stack per thread, and the bytes of shared memory."""
     text = _dumped(result, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text

@@ -1,8 +1,10 @@
-"""Every Triton kernel compiles for sm_90 ahead of time, and attention does not spill registers."""
+"""Every Triton kernel but attention compiles for sm_90 ahead of time, and spills no registers.
+
+`test_compiled_attention` has attention.
+"""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -10,20 +12,13 @@ import pytest
 triton = pytest.importorskip("triton", reason="these kernels are written in Triton")
 
 from ahead_of_time import (  # noqa: E402
+    CAPABILITIES,
     HAS_TOOLS,
     NO_TOOLS,
-    PLAIN,
-    POINTERS,
-    UNQUANTISED,
-    WHOLE,
-    compile_for,
     compiled,
-    loops,
 )
 
 from dyntree_kernels.cuda import (  # noqa: E402
-    attention,
-    cascade,
     children,
     draft_rows,
     drawn,
@@ -31,10 +26,8 @@ from dyntree_kernels.cuda import (  # noqa: E402
     growth,
     gumbel,
     kv_move,
-    latent_attention,
     learn,
     look_up,
-    path_attention,
     paths,
     place,
     recurrence,
@@ -48,13 +41,6 @@ from dyntree_kernels.features import MOST_RECURRENT_ROWS  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not HAS_TOOLS, reason=NO_TOOLS)
 
-SPILLED = {(128, 4, 4): 8, (16, 4, "*bf16"): 8}
-"""Bytes of attention's stack, by rows, group, and splits or queries beside a quantised cache. The
-first tile needs two registers more than there are, to treat values that are not finite."""
-OF_PATHS: dict[str, Any] = {
-    "G": 4, "PAGE": 16, "BLOCKS": 512, "BOTH_WAYS": False, **PLAIN, **UNQUANTISED,
-}  # fmt: skip
-"""Attention in the order of positions."""
 OF_TRIES = {
     growth._expand: ("ABOVE", "GRAFT_DEPTHS", "EXPANSIONS"),
     growth._order: (),
@@ -73,177 +59,10 @@ SHIFTS = (0, -1)
 """Positions of a draft's rows, less those of their tokens."""
 
 
-CAPABILITIES = pytest.mark.parametrize(
-    "capability", [90, pytest.param(100, marks=pytest.mark.slow)]
-)
-
-
 def of_growth(kernel: Any, warps: int, nodes: int, **constants: Any) -> dict[str, int]:
     """Do as `compiled` for tries of so many nodes; without tries if there are none."""
     left_out = () if nodes else OF_TRIES[kernel]
     return compiled(kernel, warps, GRAFTS=nodes, **dict.fromkeys(left_out), **constants)
-
-
-@pytest.mark.parametrize(
-    ("rows", "group", "splits", "words"), [(16, 4, 1, 8), (64, 8, 4, 32), (128, 4, 4, 2)]
-)
-def test_attention_at_head_size_128_does_not_spill(
-    rows: int, group: int, splits: int, words: int
-) -> None:
-    tile = attention.tiling(128, rows, 2)
-    nodes = triton.next_power_of_2(attention.nodes_per_tile(tile.block_m, group))
-    used = compiled(
-        attention._tree_attention, tile.warps, tile.stages, H=8, G=group, D=128, DP=128, V=128,
-        VP=128, PAGE=16, BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=words,
-        SPLITS=splits,
-        **WHOLE, **UNQUANTISED,
-    )  # fmt: skip
-    assert used["stack"] <= SPILLED.get((rows, group, splits), 0), used
-    assert used["shared"] <= 227 * 1024, used
-
-
-@pytest.mark.parametrize(
-    ("head_size", "rows", "features"),
-    [
-        (64, 128, {"WINDOW": 128}),
-        (256, 32, {"WINDOW": 128}),
-        (512, 64, {"WINDOW": 4096, "CAP": 72.1, "SINKS": None}),
-        *((192, rows, {"V": 128, "VP": 128, "WINDOW": 128}) for rows in (32, 272)),
-    ],
-)
-def test_attention_of_every_head_size_and_feature_fits(
-    head_size: int, rows: int, features: dict[str, Any]
-) -> None:
-    tile, padded = attention.tiling(head_size, rows, 2), triton.next_power_of_2(head_size)
-    nodes = triton.next_power_of_2(attention.nodes_per_tile(tile.block_m, 8))
-    used = compiled(
-        attention._tree_attention, tile.warps, tile.stages, H=8, G=8, D=head_size, DP=padded,
-        PAGE=16, BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=2,
-        **{"V": head_size, "VP": padded, "CAP": 0.0, "LSE": None, **UNQUANTISED, **features},
-    )  # fmt: skip
-    assert used["stack"] == 0, used
-    assert used["shared"] <= 227 * 1024, used
-
-
-@CAPABILITIES
-@pytest.mark.parametrize(
-    ("head_size", "rows", "group"),
-    [
-        *((64, rows, 4) for rows in (16, 32, 64)),
-        *((128, rows, 4) for rows in (16, 32, 64, 512)),
-        *((256, rows, 4) for rows in (32, 64)),
-    ],
-)
-def test_a_tree_after_its_context_does_not_spill(
-    head_size: int, rows: int, group: int, capability: int
-) -> None:
-    tile = cascade.tree_tiling(head_size, rows)
-    nodes = triton.next_power_of_2(attention.nodes_per_tile(tile.block_m, group))
-    used = compiled(
-        attention._tree_attention, tile.warps, tile.stages, capability=capability, H=8, G=group,
-        D=head_size, DP=head_size, V=head_size, VP=head_size, PAGE=16, BLOCKS=512,
-        BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=1, sl_t=1,
-        **PLAIN, **UNQUANTISED,
-    )  # fmt: skip
-    assert used["stack"] == 0, used
-    assert used["shared"] <= 227 * 1024, used
-
-
-@pytest.mark.parametrize(("rows", "of_queries"), [(16, "*bf16"), (128, "*fp8e4nv")])
-def test_attention_over_quantised_caches_fits(rows: int, of_queries: str) -> None:
-    tile = attention.tiling(128, rows, 1)
-    nodes = triton.next_power_of_2(attention.nodes_per_tile(tile.block_m, 4))
-    of_scale = {} if of_queries == "*fp8e4nv" else {"QUERY_SCALE": None}
-    used = compiled(
-        attention._tree_attention, tile.warps, tile.stages,
-        POINTERS | {"Q": of_queries, "KV": "*fp8e4nv"}, H=8, G=4, D=128, DP=128, V=128, VP=128,
-        PAGE=16, BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=2,
-        **WHOLE, **of_scale,
-    )  # fmt: skip
-    assert used["stack"] <= SPILLED.get((rows, 4, of_queries), 0), used
-    assert used["shared"] <= 227 * 1024, used
-
-
-@CAPABILITIES
-@pytest.mark.parametrize(
-    ("head_size", "of_cache", "features"),
-    [
-        (64, "*bf16", {}),
-        (128, "*fp8e4nv", {}),
-        (128, "*bf16", {"WINDOW": 128, "CAP": 72.1}),
-        (256, "*bf16", {"WINDOW": 4096}),
-        (512, "*bf16", {"WINDOW": 4096, "CAP": 72.1}),
-        (128, "*fp32", {}),
-    ],
-)
-def test_attention_in_the_order_of_positions_does_not_spill(
-    head_size: int, of_cache: str, features: dict[str, Any], capability: int
-) -> None:
-    size = {"*fp8e4nv": 1, "*bf16": 2, "*fp32": 4}[of_cache]
-    types = {"KV": of_cache} | (dict.fromkeys(("Q", "OUT"), of_cache) if size == 4 else {})
-    tile = path_attention.path_tiling(head_size, size)
-    used = compiled(
-        path_attention._path_attention, tile.warps, tile.stages, POINTERS | types, capability,
-        path_attention.ARITHMETIC, BM=tile.block_m, BN=tile.block_n, D=head_size, DP=head_size,
-        **OF_PATHS | features,
-    )  # fmt: skip
-    assert used["stack"] == 0, used
-    assert used["shared"] <= 99 * 1024, used
-
-
-@CAPABILITIES
-def test_masked_tiles_round_as_the_others(capability: int) -> None:
-    """Their products have one layout, and no multiplication is fused with an addition. Control:
-    usual arithmetic, in which some are."""
-    tile = path_attention.path_tiling(128, 2)
-    strict, usual = (
-        compile_for(
-            path_attention._path_attention, tile.warps, tile.stages, POINTERS, capability, options,
-            BM=tile.block_m, BN=tile.block_n, D=128, DP=128, **OF_PATHS | {"WINDOW": 128},
-        )
-        for options in (path_attention.ARITHMETIC, {})
-    )  # fmt: skip
-    products = re.findall(r"tt\.dot .* : (.*?) loc", strict.asm["ttgir"])
-    assert len(products) == 6
-    assert products[2:] == products[:2] * 2
-    fused = [
-        sum("FFMA" in text for loop in loops(each) for text in loop) for each in (strict, usual)
-    ]
-    assert fused[0] == 0 < fused[1]
-
-
-@CAPABILITIES
-@pytest.mark.parametrize(
-    ("rows", "heads", "splits", "of_queries", "of_cache"),
-    [
-        *((*shape, "*bf16", "*bf16") for shape in ((16, 128, 1), (17, 16, 4), (17, 128, 4))),
-        (17, 128, 4, "*bf16", "*fp8e4nv"),
-        *((17, heads, 4, "*fp8e4nv", "*fp8e4nv") for heads in (16, 128)),
-    ],
-)
-def test_latent_attention_of_deepseeks_size_does_not_spill(
-    rows: int, heads: int, splits: int, of_queries: str, of_cache: str, capability: int
-) -> None:
-    tile = latent_attention.latent_tiling(rows, 2 if of_cache == "*bf16" else 1)
-    nodes = triton.next_power_of_2(attention.nodes_per_tile(tile.block_m, heads))
-    quantised = [each == "*fp8e4nv" for each in (of_queries, of_cache, of_cache)]
-    absent = [name for name, there in zip(UNQUANTISED, quantised, strict=True) if not there]
-    used = compiled(
-        latent_attention._latent_attention, tile.warps, tile.stages,
-        POINTERS | {"Q": of_queries, "CACHE": of_cache}, capability, G=heads, V=512, R=64,
-        PAGE=64, BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2,
-        SPLITS=splits, **dict.fromkeys(absent),
-    )  # fmt: skip
-    assert used["stack"] == 0, used
-    assert used["shared"] <= (227 if of_cache == "*bf16" else 99) * 1024, used
-
-
-def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
-    used = compiled(
-        attention._tree_attention, 4, 3, H=8, G=4, D=128, DP=128, V=128, VP=128, PAGE=16,
-        BLOCKS=512, BM=128, BN=64, NODES=32, WORDS=2, SPLITS=4, **WHOLE, **UNQUANTISED,
-    )  # fmt: skip
-    assert used["stack"] > max(SPILLED.values()), used
 
 
 @pytest.mark.parametrize(
