@@ -48,14 +48,6 @@ def rows_as_paths(runner: Any) -> Iterator[None]:
 
 
 @contextmanager
-def not_unrolled(runner: Any) -> Iterator[None]:
-    """Give custom logits processors the rows of trees as they are."""
-    (processors,) = runner.sampler.logits_processors
-    with mock.patch.object(processors, "_unrolls", False):
-        yield
-
-
-@contextmanager
 def unfollowed(runner: Any) -> Iterator[None]:
     """Draft without regard to grammars. Output must not change."""
     stock = runner.grammars.followers
@@ -97,4 +89,4 @@ def free_nodes(runner: Any) -> Iterator[None]:
         yield
 
 
-BROKEN = (without_paths, rows_as_paths, not_unrolled, unfollowed, list_order, free_nodes)
+BROKEN = (without_paths, rows_as_paths, unfollowed, list_order, free_nodes)
