@@ -1,14 +1,13 @@
-"""An engine whose KV cache is packed for AMX, on a CPU that has none.
+"""Packs an engine's KV cache for AMX, on a CPU that has none.
 
-vLLM's kernels read a copy of the blocks of a step in the layout of other CPUs; trees read and move
-what is packed for AMX.
+The engine imports this with the option ``worker_extension_cls``. vLLM's kernels read a copy of the
+blocks of a step in the layout of other CPUs; trees read and move what is packed for AMX.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import engine_process
 import torch
 from packed_cases import write
 
@@ -65,10 +64,8 @@ def emulate() -> None:
     module.cpu_attention_with_kv_cache = attend_unpacked
 
 
-def start(arguments: dict[str, Any]) -> engine_process.Engine:
-    emulate()
-    return engine_process.Engine(arguments)
+emulate()
 
 
-if __name__ == "__main__":
-    engine_process.main(start)
+class Extension:
+    pass

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,15 +76,13 @@ class Run:
     ended.
 
     ``abort_after`` maps the number of a request to the engine steps after which it is aborted.
-    ``sabotage`` names a function of sabotage.py that is in force during the run. With ``replay``,
-    the engine reads every prompt with its output afterwards, as a chain without speculation.
+    ``sabotage`` names a function of sabotage.py that is in force during the run.
     """
 
     requests: list[Request]
     batch: int = 16
     abort_after: dict[int, int] = field(default_factory=dict)
     sabotage: str | None = None
-    replay: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,6 @@ class Output:
     With n > 1, ``tokens``, ``texts``, finish ``reasons`` and ``logprobs`` have n entries.
     ``logprobs`` holds, by sequence and token, the logprob of the sampled token and then the best
     ones, descending. ``cached`` is the number of prompt tokens found in the prefix cache.
-    ``replayed`` holds the logprobs of the first sequence's tokens in the run's replay.
     """
 
     prompt: list[int]
@@ -104,7 +101,6 @@ class Output:
     logprobs: list[list[list[float]]]
     prompt_logprobs: list[float]
     cached: int
-    replayed: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -264,8 +260,6 @@ class Engine:
                     outputs[number] = output
                     prompts[number] = prompts[number] + output.tokens[0]
         gained = {name: value - before.get(name, 0.0) for name, value in read_metrics().items()}
-        if run.replay:
-            outputs = [self._replay(*pair) for pair in zip(run.requests, outputs, strict=True)]
         shown = sorted({metric.name for metric in self.llm.get_metrics()})
         return Result(outputs, gained, seconds, self._stages[:], shown, self._layout())
 
@@ -311,15 +305,6 @@ class Engine:
             for number in numbers:
                 if run.abort_after.get(number) == steps:
                     engine.abort_request([internal[number]], internal=True)
-
-    def _replay(self, request: Request, output: Output | None) -> Output:
-        if output is None:
-            raise ValueError("an aborted request cannot be replayed")
-        params = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0}
-        read = Run([replace(request, params=params)])
-        tokens = {0: output.prompt + output.tokens[0]}
-        ((_, found),) = self._batch(read, [0], tokens, [])
-        return replace(output, replayed=found.prompt_logprobs[len(output.prompt) - 1 :])
 
 
 def copy_processes(module: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import sabotage_of_states
 import sabotage_of_weights
+import torch
 import workload
 from block_engines import block_engine
 from engine_process import Run
@@ -28,6 +29,8 @@ from random_targets import MODULES, random_target
 from vision_targets import head_of
 
 HALF_TYPES = ("bfloat16", "float16")
+HAS_AMX = torch.cpu._is_amx_tile_supported()
+PACKED_FOR_AMX = {} if HAS_AMX else {"worker_extension_cls": "emulated_amx.Extension"}
 
 
 def sound_runs(run: Run, *names: str) -> dict[str, Run]:
@@ -85,6 +88,11 @@ def recurrent(model: Path, kind: str) -> Engines:
         for each in sabotage_of_states.OF_BLOCKS[kind == "lfm2" :]
     }
     turns = {"continued": CONTINUED}
+    halves = dict(in_half(plain, draft, ["commit_dropped"], "mamba_ssm_cache_dtype"))
+    if kind == "lfm2":
+        packed, runs = halves["draft in bfloat16"]
+        moved = broken_runs(RUN, ["without_kv_move"])
+        halves["draft in bfloat16"] = (packed | PACKED_FOR_AMX, runs | moved)
     return {
         "plain": (plain | in_float32, {"sound": RUN, "long": LONG} | turns),
         "draft": (
@@ -119,7 +127,7 @@ def recurrent(model: Path, kind: str) -> Engines:
         "two ranks": (draft | cached, sound_runs(LONG) | turns),
         "two stages": (piped, sound_runs(RUN) | staged | aborted),
         "compiled": (draft | {"enforce_eager": False}, sound_runs(RUN)),
-        **in_half(plain, draft, ["commit_dropped"], "mamba_ssm_cache_dtype"),
+        **halves,
     }
 
 
