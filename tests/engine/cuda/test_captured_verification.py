@@ -34,7 +34,7 @@ from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.engine.step.verify import TreeVerifier
 from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.token_tree import TokenTree
-from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
+from dyntree_plugin.tree.value import AcceptanceEstimate
 
 NODES, VOCAB, SLOTS, MOST = 6, 2, 9, 8
 PLAN = DynTreeOptions(max_depth=3, budget="adaptive").resolve(NODES)
@@ -159,20 +159,6 @@ def packed(requests: int) -> torch.Tensor:
 def same(ours: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     """Return whether two results of `Engine.verify` are equal."""
     return all(map(torch.equal, ours, others))
-
-
-def test_the_host_says_where_the_rows_are() -> None:
-    requests = Requests(packed(5), spare=SLOTS)
-    assert requests.slots.tolist() == requests.index.tolist() == IN_USE
-    assert requests.first.tolist() == [0, 7, 14, 18, 25]
-    assert requests.root.tolist() == [0, 7, 14, 18, 33]
-    assert requests.drafts.tolist() == DRAFTS
-    assert requests.prefill_len.tolist() == PREFILL
-    assert requests.temperature.tolist() == [0.75, 0.0, 1.75, 0.5, 1.25]
-    assert requests.classes.tolist() == temperature_class(requests.temperature).tolist()
-    assert len(requests.classes.unique()) > 3
-    assert requests.longest.tolist() == [slot + 100 for slot in IN_USE]
-    assert requests.seeds.tolist() == [slot - (1 << 40) for slot in IN_USE]
 
 
 def runner_of(verifier: Any) -> Any:

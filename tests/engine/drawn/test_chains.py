@@ -1,9 +1,10 @@
-"""Drawn chains through the engine's growth and walk: the law of whole texts, over many steps."""
+"""Drawn chains and trees through the engine's growth and walk: the law of whole texts, over many
+steps. `test_drawn_trees` has what is broken in trees alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -26,7 +27,7 @@ from dyntree_plugin.engine.step.requests import COLUMNS, Requests
 from dyntree_plugin.engine.step.sampled_walk import SampledWalk
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.engine.step.verify import TreeVerifier
-from dyntree_plugin.tree.budget.chains import Limits, level_counts
+from dyntree_plugin.tree.budget.chains import Limits, level_counts, valued_counts
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.shape import TreeShape
@@ -42,6 +43,7 @@ PLAN = TreePlan(
     budget="adaptive",
     exactness="distribution",
 )
+TREES = replace(PLAN, shape=TreeShape(node_budget=5, max_depth=3, width=2, children=2))
 SURELY_BIASED, UNSUSPICIOUS = 1e-6, 0.01
 
 
@@ -165,6 +167,18 @@ class Engine:
         return texts[:, :LENGTH]
 
 
+@dataclass
+class Trees(Engine):
+    """As `Engine`, with drawn trees."""
+
+    plan: TreePlan = TREES
+    cut: ClassVar[Any] = staticmethod(valued_counts)
+    chains: ClassVar[bool] = False
+
+
+KINDS = pytest.mark.parametrize("kind", [Engine, Trees], ids=["chains", "trees"])
+
+
 def p_value(texts: torch.Tensor) -> float:
     """Return the p-value of the texts under the target at temperature 1."""
     law = TARGET.double().softmax(dim=1)
@@ -184,13 +198,18 @@ RUNS = 30_000
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@KINDS
 @pytest.mark.parametrize(("ends", "kept"), [(False, VOCABULARY), (True, VOCABULARY), (True, 2)])
-def test_texts_follow_the_target_over_many_steps(ends: bool, kept: int) -> None:
-    assert p_value(Engine(torch.ones(RUNS), ends=ends, kept=kept).texts()) > UNSUSPICIOUS
+def test_texts_follow_the_target_over_many_steps(kind: type[Engine], ends: bool, kept: int) -> None:
+    engine = kind(torch.ones(RUNS), ends=ends, kept=kept)
+    assert p_value(engine.texts()) > UNSUSPICIOUS
+    branches = engine.trees.counts - engine.trees.depths.amax(dim=1)
+    assert (branches.double().mean() > 1) == (kind is Trees)
 
 
-def test_ends_that_depend_on_the_tokens_that_they_leave_out_are_noticed() -> None:
-    assert p_value(Engine(torch.ones(RUNS), peeks=True).texts()) < SURELY_BIASED
+@KINDS
+def test_ends_that_depend_on_the_tokens_that_they_leave_out_are_noticed(kind: type[Engine]) -> None:
+    assert p_value(kind(torch.ones(RUNS), peeks=True).texts()) < SURELY_BIASED
 
 
 def decided_by(engine: Engine, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -203,15 +222,19 @@ def decided_by(engine: Engine, change: Callable[[torch.Tensor], torch.Tensor]) -
     return mock.patch.object(engine.samples, "_decide", decide)
 
 
-def test_a_chain_that_is_verified_by_another_law_than_that_of_its_draws_is_noticed() -> None:
-    engine = Engine(torch.ones(RUNS))
+@KINDS
+def test_verification_by_another_law_than_that_of_the_draws_is_noticed(kind: type[Engine]) -> None:
+    engine = kind(torch.ones(RUNS))
     with decided_by(engine, lambda chances: torch.full_like(chances, 1 / 3)):
         assert p_value(engine.texts()) < SURELY_BIASED
 
 
-def test_greedy_requests_beside_chains_get_the_targets_best_tokens() -> None:
+@KINDS
+def test_greedy_requests_beside_what_is_drawn_get_the_targets_best_tokens(
+    kind: type[Engine],
+) -> None:
     temperatures = torch.tensor([0.0, 1.0] * 50)
-    texts = Engine(temperatures).texts()[::2]
+    texts = kind(temperatures).texts()[::2]
     wanted, last = [], 0
     for _ in range(LENGTH):
         last = int(TARGET[last].argmax())

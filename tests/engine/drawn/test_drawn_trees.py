@@ -1,9 +1,8 @@
-"""Drawn trees through the engine's growth and walk: the law of whole texts, over many steps."""
+"""What breaks the law of drawn trees; `test_chains` has the law."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,14 +10,13 @@ import torch
 from test_chains import (
     DRAFT,
     FIRST,
-    LENGTH,
-    PLAN,
+    KINDS,
     RUNS,
     SURELY_BIASED,
-    TARGET,
-    UNSUSPICIOUS,
+    TREES,
     VOCABULARY,
     Engine,
+    Trees,
     decided_by,
     p_value,
 )
@@ -28,36 +26,9 @@ from dyntree_kernels.cpu import growth as cpu_growth
 from dyntree_kernels.cpu.drawn import decide_trees, draw_children
 from dyntree_kernels.cpu.gumbel import gumbel_noise
 from dyntree_kernels.drawn import DrawnTrees
-from dyntree_plugin.tree.budget.chains import valued_counts
 from dyntree_plugin.tree.papers.drawn import draw
-from dyntree_plugin.tree.plan import TreePlan
-from dyntree_plugin.tree.shape import TreeShape
-
-TREES = replace(PLAN, shape=TreeShape(node_budget=5, max_depth=3, width=2, children=2))
-
-
-@dataclass
-class Trees(Engine):
-    """As `Engine`, with drawn trees."""
-
-    plan: TreePlan = TREES
-    cut: ClassVar[Any] = staticmethod(valued_counts)
-    chains: ClassVar[bool] = False
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.mark.parametrize(("ends", "kept"), [(False, VOCABULARY), (True, VOCABULARY), (True, 2)])
-def test_texts_follow_the_target_over_many_steps(ends: bool, kept: int) -> None:
-    engine = Trees(torch.ones(RUNS), ends=ends, kept=kept)
-    assert p_value(engine.texts()) > UNSUSPICIOUS
-    branches = engine.trees.counts - engine.trees.depths.amax(dim=1)
-    assert branches.double().mean() > 1
-
-
-def test_trees_that_are_cut_by_what_they_drew_are_noticed() -> None:
-    assert p_value(Trees(torch.ones(RUNS), peeks=True).texts()) < SURELY_BIASED
 
 
 def test_values_that_tell_of_the_own_draw_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,12 +59,6 @@ def test_a_token_of_the_target_in_place_of_the_residual_is_noticed() -> None:
         assert p_value(engine.texts()) < SURELY_BIASED
 
 
-def test_another_distribution_than_that_of_the_draws_is_noticed() -> None:
-    engine = Trees(torch.ones(RUNS))
-    with decided_by(engine, lambda chances: torch.full_like(chances, 1 / 3)):
-        assert p_value(engine.texts()) < SURELY_BIASED
-
-
 def test_chances_that_leave_some_to_what_was_cut_off_are_noticed() -> None:
     engine = Trees(torch.ones(RUNS), kept=2)
     with decided_by(engine, lambda chances: 0.8 * chances):
@@ -113,16 +78,7 @@ def test_children_are_drawn_without_replacement_from_what_is_stored() -> None:
     assert (pairs / count - wanted).abs().max() < 4 / count**0.5
 
 
-def test_greedy_requests_beside_drawn_trees_get_the_targets_best_tokens() -> None:
-    texts = Trees(torch.tensor([0.0, 1.0] * 50)).texts()[::2]
-    wanted, last = [], 0
-    for _ in range(LENGTH):
-        last = int(TARGET[last].argmax())
-        wanted.append(last)
-    assert texts.tolist() == [wanted] * 50
-
-
-@pytest.mark.parametrize("kind", [Trees, Engine])
+@KINDS
 def test_no_step_uses_the_noise_of_another_one(
     kind: type[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Requests are packed once as long as their numbers stay the same."""
+"""Requests are packed once as long as their numbers stay the same, and read as they are packed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dyntree_plugin.engine.step.requests import Packer
+from dyntree_plugin.engine.step.requests import PADDING, Packer, Requests
+from dyntree_plugin.tree.value import temperature_class
 
 
 def batch() -> Any:
@@ -42,3 +43,21 @@ def test_requests_are_packed_anew_if_any_number_of_theirs_is_another() -> None:
         assert not torch.equal(after, before)
         assert torch.equal(after, Packer()(of_batch, of_slots, longest))
         array[1] -= 1
+
+
+def test_reading_requests_gives_what_was_packed_and_leaves_the_array_as_it_is() -> None:
+    packed = Packer()(batch(), states(), np.arange(5) + 100)
+    array = torch.cat([packed, torch.full_like(packed[:1], PADDING)])
+    before, read = array.clone(), Requests(array, spare=9)
+    assert read.index.tolist() == [3, 1, -1]
+    assert read.slots.tolist() == [3, 1, 9]
+    assert read.first.tolist() == [0, 5, 0]
+    assert read.root.tolist() == [0, 5, 0]
+    assert read.drafts.tolist() == [4, 4, 0]
+    assert read.prefill_len.tolist() == [7, 8, 0]
+    assert read.temperature[:2].tolist() == [1.5, 0.5]
+    assert read.classes[:2].tolist() == temperature_class(read.temperature[:2]).tolist()
+    assert len(read.classes[:2].unique()) == 2
+    assert read.longest[:2].tolist() == [103, 101]
+    assert read.seeds[:2].tolist() == [3 - (1 << 40), 1 - (1 << 40)]
+    assert torch.equal(array, before)
