@@ -178,7 +178,9 @@ def test_another_engine_goes_on_from_blocks_that_trees_have_filled(
     assert answers(found) == answers(wanted)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [*KINDS[:-1], pytest.param("recurrent layers", marks=pytest.mark.slow)]
+)
 def test_blocks_saved_before_verification_are_wrong(
     kind: str, handed: Callable[..., Handed], kinds: Kinds, plain: Plain
 ) -> None:

@@ -233,8 +233,8 @@ _SPLIT = ("two ranks", "two stages")
 _OF_RANKS = (*_SPLIT, "compiled")
 _OF_STATES = ("block", "cached draft", "channels first", "look-up", *_OF_RANKS)
 KINDS = {
-    "gemma2": Kind(_windows, ("draft", "look-up", "one group"), _SPLIT),
-    "gpt_oss": Kind(_windows, ("draft", "block"), ("look-up", "one group", *_SPLIT)),
+    "gemma2": Kind(_windows, ("draft", "one group"), ("look-up", *_SPLIT)),
+    "gpt_oss": Kind(_windows, ("block",), ("draft", "look-up", "one group", *_SPLIT)),
     "gemma3_text": Kind(_windows, slow=("draft", "look-up", "one group", "adapters")),
     "mistral": Kind(_windows, slow=("draft", "look-up", "one group")),
     "laguna": Kind(_windows, slow=("look-up", "block", "two ranks")),
