@@ -19,20 +19,29 @@ from dyntree_plugin.engine.step.records import Drafted, Emitted, Sampled, Step
 from dyntree_plugin.engine.step.requests import COLUMNS
 
 
-def plan(
+def batch(
     scheduled: list[int],
-    prefilling: list[bool],
-    drafts: list[int] | None,
-    max_depth: int = 3,
-    shift: int = 0,
-) -> CatchUpPlan:
-    batch: Any = SimpleNamespace(
+    prefilling: list[bool] | None = None,
+    drafts: list[int] | None = None,
+    bounds: list[int] | None = None,
+) -> Any:
+    """Return requests with so many rows and drafts, and ``bounds`` of their lengths; by default
+    they decode."""
+    lengths = torch.tensor(scheduled)
+    return SimpleNamespace(
         num_reqs=len(scheduled),
         num_scheduled_tokens=np.array(scheduled),
-        is_prefilling_np=np.array(prefilling),
+        is_prefilling_np=np.array(prefilling or [False] * len(scheduled)),
         num_draft_tokens_per_req=None if drafts is None else np.array(drafts),
+        seq_lens_cpu_upper_bound=torch.tensor(bounds or scheduled),
+        idx_mapping=torch.arange(len(scheduled)),
+        positions=torch.arange(int(lengths.sum())),
+        query_start_loc=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
     )
-    return CatchUpPlan.of(batch, max_depth, shift)
+
+
+def plan(*given: Any, max_depth: int = 3, shift: int = 0) -> CatchUpPlan:
+    return CatchUpPlan.of(batch(*given), max_depth, shift)
 
 
 def rows(plan: CatchUpPlan) -> list[list[str]]:
@@ -73,14 +82,8 @@ def test_a_head_reads_a_chunk_one_token_later_and_trees_as_a_draft_model_does() 
 def test_masks_come_last_and_none_beyond_the_longest_text(shift: int) -> None:
     """The longest text has 12 tokens. After a prompt of 5 all three masks have a row, after one of
     10 and its first token one; masks of a decoding request follow all that it can have got."""
-    batch: Any = SimpleNamespace(
-        num_reqs=3,
-        num_scheduled_tokens=np.array([3, 2, 10]),
-        is_prefilling_np=np.array([True, True, False]),
-        num_draft_tokens_per_req=np.array([0, 0, 9]),
-        seq_lens_cpu_upper_bound=torch.tensor([5, 10, 13]),
-    )
-    made = CatchUpPlan.of(batch, 1, shift, masks=3, last_position=11)
+    given = batch([3, 2, 10], [True, True, False], [0, 0, 9], [5, 10, 13])
+    made = CatchUpPlan.of(given, 1, shift, masks=3, last_position=11)
     chunk = [f"p{i}" for i in range(-shift, 3)]
     assert rows(made) == [
         [*chunk, "e0", "e1", "e2", "e3"],
@@ -88,19 +91,15 @@ def test_masks_come_last_and_none_beyond_the_longest_text(shift: int) -> None:
         ["e0", "e1", "e2", "e3", "e4"],
     ]
     # The last row's position, and so its slot, is at most that of the longest text's last token.
-    assert made.longest(batch).tolist() == [9 + shift, 12 + shift, 9 + shift]
+    assert made.longest(given).tolist() == [9 + shift, 12 + shift, 9 + shift]
 
 
 @pytest.mark.parametrize(("shift", "ends"), [(0, [9, 11, 25]), (-1, [8, 10, 24])])
 def test_the_host_knows_where_the_rows_of_prompts_end(shift: int, ends: list[int]) -> None:
     """Seven tokens are computed of two prompts, one of which is filled up, and twenty of a
     decoding request, whose emitted tokens may be fewer."""
-    made = plan([10, 3, 10], [True, True, False], [9, 0, 9], shift=shift)
-    bounds = torch.tensor([17, 10, 30])
-    batch: Any = SimpleNamespace(
-        num_reqs=3, num_scheduled_tokens=np.array([10, 3, 10]), seq_lens_cpu_upper_bound=bounds
-    )
-    assert made.longest(batch).tolist() == ends
+    given = [10, 3, 10], [True, True, False], [9, 0, 9], [17, 10, 30]
+    assert plan(*given, shift=shift).longest(batch(*given)).tolist() == ends
 
 
 class Noting:
@@ -163,34 +162,17 @@ def on_cuda(bound: int, emitted: torch.Tensor) -> int:
 @pytest.mark.parametrize(("grows", "done"), [(True, ["root", *["forward"] * 2]), (False, [])])
 def test_without_a_draft_model_nothing_catches_up(grows: bool, done: list[str]) -> None:
     """Control: with one the same batch reads a row for each request."""
-    batch: Any = SimpleNamespace(
-        num_reqs=2,
-        num_draft_tokens_per_req=None,
-        is_prefilling_np=np.zeros(2, dtype=bool),
-        idx_mapping=torch.arange(2),
-        positions=torch.arange(2),
-        query_start_loc=torch.arange(3),
-    )
-    found, drafted = draft(batch, ops_of(on_cuda), Step(), grows=grows, has_draft=False)
+    found, drafted = draft(batch([1, 1]), ops_of(on_cuda), Step(), grows=grows, has_draft=False)
     assert found == done
     assert drafted.forwards == done.count("forward")
-    control, drafted = draft(batch, ops_of(on_cuda), Step(), grows=grows)
+    control, drafted = draft(batch([1, 1]), ops_of(on_cuda), Step(), grows=grows)
     assert control == ["read 1", *done]
     assert drafted.forwards == 1 + done.count("forward")
 
 
 @pytest.mark.parametrize("grows", [True, False])
 def test_where_nobody_can_verify_a_draft_the_prompt_is_read_and_no_tree_grows(grows: bool) -> None:
-    batch: Any = SimpleNamespace(
-        num_reqs=2,
-        idx_mapping=torch.arange(2),
-        is_prefilling_np=np.ones(2, dtype=bool),
-        num_draft_tokens_per_req=None,
-        num_scheduled_tokens=np.array([3, 3]),
-        positions=torch.arange(6),
-        query_start_loc=torch.tensor([0, 3, 6]),
-    )
-    done, drafted = draft(batch, ops_of(on_cuda), Step(), grows=grows)
+    done, drafted = draft(batch([3, 3], [True, True]), ops_of(on_cuda), Step(), grows=grows)
     assert done == ["read prompts", *(["root", "forward", "forward"] if grows else [])]
     assert (drafted.tokens is not None) == grows
     assert (drafted.forwards, drafted.growth_forwards) == ((3, 2) if grows else (1, None))
@@ -198,14 +180,7 @@ def test_where_nobody_can_verify_a_draft_the_prompt_is_read_and_no_tree_grows(gr
 
 @pytest.mark.parametrize(("most", "forwards"), [(None, 2), (0, 0), (1, 1), (9, 2)])
 def test_the_scheduler_bounds_the_draft_forwards(most: int | None, forwards: int) -> None:
-    batch: Any = SimpleNamespace(
-        num_reqs=2,
-        idx_mapping=torch.arange(2),
-        is_prefilling_np=np.zeros(2, dtype=bool),
-        positions=torch.arange(2),
-        query_start_loc=torch.arange(3),
-    )
-    done, drafted = draft(batch, ops_of(on_cuda), Step(most))
+    done, drafted = draft(batch([1, 1]), ops_of(on_cuda), Step(most))
     assert done == ["read 1", "root", *["forward"] * forwards]
     assert drafted.tokens is not None
     assert (drafted.tokens == forwards).all()
@@ -220,11 +195,5 @@ def test_the_draft_runs_over_as_many_tokens_as_the_host_can_tell_were_emitted(
 ) -> None:
     of_requests = {name: torch.zeros(2, dtype=torch.int64) for name in Walked._fields}
     step = Step(verified=Walked(**of_requests | {"emitted": torch.tensor([1, 3])}))
-    batch: Any = SimpleNamespace(
-        num_reqs=2,
-        idx_mapping=torch.arange(2),
-        is_prefilling_np=np.zeros(2, dtype=bool),
-        num_draft_tokens_per_req=np.array([16, 10]),
-    )
-    done, _ = draft(batch, ops_of(most_emitted), step)
+    done, _ = draft(batch([17, 11], drafts=[16, 10]), ops_of(most_emitted), step)
     assert done[0] == f"read {rows}"
