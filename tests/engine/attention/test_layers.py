@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from vllm import ModelRegistry
 from vllm.config import LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     destroy_distributed_environment,
@@ -60,35 +56,6 @@ INKLING = {
     "sliding_window_size": 16,
     "local_layer_ids": [0],
 }
-MINIMAX_TEXT = {
-    "model_type": "minimax_m3_text",
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "rotary_dim": 16,
-    "intermediate_size": 64,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 1,
-    "moe_layer_freq": [0, 0],
-    "sparse_attention_config": {
-        "use_sparse_attention": True,
-        "sparse_index_dim": 32,
-        "sparse_num_index_heads": 1,
-        "sparse_topk_blocks": 4,
-        "sparse_block_size": 128,
-        "sparse_disable_index_value": [0, 1],
-        "sparse_attention_freq": [0, 1],
-    },
-}
-MINIMAX = {
-    "architectures": ["MiniMaxM3SparseForCausalLM"],
-    "model_type": "minimax_m3_vl",
-    "text_config": MINIMAX_TEXT,
-    "vision_config": {},
-}
 
 
 @pytest.fixture(scope="module")
@@ -115,23 +82,6 @@ def make(alone: None, model_folder: Callable[..., str]) -> Make:
 
 
 @pytest.fixture
-def minimax(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Register MiniMax-M3, whose module needs a part of torchvision for images alone."""
-    name = "torchvision.transforms"
-    transforms: Any = ModuleType(name)
-    transforms.InterpolationMode = SimpleNamespace(BICUBIC=3)
-    package = ModuleType("torchvision")
-    for each in (package, transforms):
-        each.__spec__ = ModuleSpec(each.__name__, None)
-    monkeypatch.setitem(sys.modules, "torchvision", package)
-    monkeypatch.setitem(sys.modules, name, transforms)
-    from vllm.models.minimax_m3.nvidia.model import MiniMaxM3SparseForCausalLM
-
-    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
-    ModelRegistry.register_model("MiniMaxM3SparseForCausalLM", MiniMaxM3SparseForCausalLM)
-
-
-@pytest.fixture
 def weights() -> Iterator[mock.Mock]:
     """Replace the loading of weights."""
     with mock.patch.object(DummyModelLoader, "load_weights") as loading:
@@ -149,11 +99,9 @@ def load(config: VllmConfig, kinds: Any = KINDS) -> None:
     [
         (MIMO, ["backend TritonAttentionDiffKVBackend", "head_size (K, V)=(32, 16)"]),
         (INKLING, ["class InklingAttention", "class InklingConvState"]),
-        (MINIMAX, ["class MiniMaxM3SparseAttention", "class MiniMaxM3IndexerCache"]),
     ],
-    ids=["MiMo-V2", "Inkling", "MiniMax-M3"],
+    ids=["MiMo-V2", "Inkling"],
 )
-@pytest.mark.usefixtures("minimax")
 def test_a_model_that_trees_have_no_layer_for_is_refused_before_its_weights_load(
     make: Make, weights: mock.Mock, model: dict[str, Any], named: list[str]
 ) -> None:
