@@ -23,8 +23,6 @@ from engine_process import DEFAULTS
 from nodes import LINKS, Node, Nodes, headless, kill_session, serving, session_of, started
 from serving import START_SECONDS, completion, fetch, free_port, wait_until
 
-from dyntree_plugin import pair
-
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 END_SECONDS = 120
@@ -32,7 +30,6 @@ TIMEOUT_SECONDS = 20
 """How long vLLM waits for a step, in the test whose nodes are parted; by default it is 300."""
 LONG = {"max_tokens": 480, "ignore_eos": True, "temperature": 0}
 IMPORTABLE = {"PYTHONPATH": str(Path(__file__).parent)}
-PLAIN = {"model": str(pair.paths()["target"])}
 
 
 @dataclass(frozen=True)
@@ -49,17 +46,13 @@ def on_two_nodes(
     nodes: Nodes,
     folder: Path,
     engine: Mapping[str, Any],
-    second: Mapping[str, Any] | None = None,
     **variables: str,
 ) -> Iterator[tuple[Served, psutil.Popen]]:
-    """Start a server on two nodes and do not wait for it; yield it and the second's process.
-
-    ``second``: arguments of the second node, if they are others.
-    """
+    """Start a server on two nodes and do not wait for it; yield it and the second's process."""
     master, port = free_port(), free_port()
     both = DEFAULTS | {"tensor_parallel_size": 2}
     command = serving(both | engine | nodes.arguments(0, master) | {"port": port})
-    other_command = headless(both | (second or engine) | nodes.arguments(1, master))
+    other_command = headless(both | engine | nodes.arguments(1, master))
     folder.mkdir()
     log = folder / "first.log"
     variables = IMPORTABLE | variables
@@ -163,28 +156,6 @@ def test_if_a_rank_dies_while_steps_are_measured_the_server_ends(tmp_path: Path)
         wait_until(partial(all_have_ended, second), START_SECONDS, "the end of the second node")
         wait_for_end(server, time.monotonic(), all_have_ended)
         assert "died unexpectedly" in (tmp_path / "nodes" / "second.log").read_text()
-
-
-@pytest.mark.parametrize(
-    ("second", "reason"),
-    [
-        (
-            workload.tree(8, slots=16),
-            "the ranks of this engine differ in node_budget (rank 0: 16, rank 1: 8)",
-        ),
-        (PLAIN, "a rank of this engine ended or has no trees"),
-    ],
-    ids=["other trees", "no trees"],
-)
-def test_a_server_whose_nodes_have_different_trees_says_so_and_ends(
-    second: Mapping[str, Any], reason: str, tmp_path: Path
-) -> None:
-    with (
-        LINKS["loopback"]() as nodes,
-        on_two_nodes(nodes, tmp_path / "nodes", workload.tree(), second) as (server, _),
-    ):
-        wait_until(partial(all_have_ended, server.process), START_SECONDS, "the end of the server")
-        assert f"dyntree: {reason}" in server.log.read_text()
 
 
 def test_if_an_actor_of_ray_dies_the_server_ends(

@@ -193,7 +193,8 @@ def test_a_worker_refuses_layers_however_vllm_made_them(
         layer = Attention(2, 32, 1.0, num_kv_heads=1, prefix="layers.0", alibi_slopes=[1.0, 0.5])
         assert config.compilation_config.static_forward_context == {"layers.0": layer}
 
-    monkeypatch.setattr(worker, "check_ranks", lambda config: None)
+    compared: list[VllmConfig] = []
+    monkeypatch.setattr(worker, "check_ranks", compared.append)
     made = object.__new__(tree_worker)
     made.vllm_config = config
     with (
@@ -202,3 +203,4 @@ def test_a_worker_refuses_layers_however_vllm_made_them(
         pytest.raises(Refused, match=r"layer layers\.0: ALiBi is not supported"),
     ):
         made.load_model()
+    assert compared == [config]
