@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from test_budget_by_tree import batch
 
 from dyntree_plugin.engine.budget.by_schedule import NodeBuckets
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
@@ -152,7 +152,9 @@ def sizes_for_trees(
         ):
             forwards += 1
         target, draft = world.step(rows, forwards, tokens)
-        budget.observe(decoding(requests, rows), 1 + forwards, {"target": target, "draft": draft})
+        budget.observe(
+            batch(rows, (0,) * requests, 100), 1 + forwards, {"target": target, "draft": draft}
+        )
         values = np.array([tree.values[forwards] for tree in trees])
         needed = torch.tensor([tree.forwards[forwards] for tree in trees])
         whole = torch.full((requests,), NODES)
@@ -192,19 +194,6 @@ def one_size(world: World, believed: Curve) -> None:
 
 def cost(believed: Curve) -> RowCost:
     return RowCost(MEASURED, tuple(believed(rows) for rows in MEASURED), 400)
-
-
-def decoding(requests: int, rows: int) -> Any:
-    """A step of ``rows`` in which no request reads a prompt."""
-    computed = np.full(requests, 100)
-    return SimpleNamespace(
-        num_reqs=requests,
-        num_tokens=rows,
-        num_computed_tokens_np=computed,
-        num_scheduled_tokens=np.ones(requests, int),
-        prefill_len_np=computed,
-        is_prefilling_np=computed < 0,
-    )
 
 
 RUNS = (sizes_for_trees, drawn_trees, one_size)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_grammar_walk import at_once, path_to
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
@@ -62,10 +63,6 @@ def grammar_of(name: str, specification: str) -> Any:
     return backend(name).compile_grammar(kind, text, stop_token_ids=stops)
 
 
-def at_once(path: list[int]) -> tuple[int, int]:
-    return 0, 0
-
-
 def mask_of(name: str, grammar: Any) -> torch.Tensor:
     """Return the mask with which the engine without drafts would sample."""
     bitmask = backend(name).allocate_token_bitmask(1)
@@ -106,14 +103,6 @@ def drawn_tree(name: str, make: Callable[[], Any], drawn: random.Random) -> Tree
         parents.append(parent)
         paths.append([*paths[1 + parent], token])
     return Tree(tokens, parents)
-
-
-def path_to(tree: Tree, node: int) -> list[int]:
-    path: list[int] = []
-    while node >= 0:
-        path.append(tree.tokens[node])
-        node = tree.parents[node]
-    return path[::-1]
 
 
 @pytest.mark.parametrize("specification", SPECIFICATIONS)
