@@ -36,16 +36,6 @@ class Options:
         return size
 
 
-GROWTHS: Mapping[str, Mapping[str, Any]] = {
-    "dyspec": {},
-    "threshold": {},
-    "chain": {},
-    "expansion": {"expansion": [2, 2, 1]},
-    "sequoia": {"acceptance": [0.6, 0.2, 0.1]},
-}
-"""Growths other than topk, with the options that they need."""
-
-
 def tree_options(
     pick: random.Random, growth: str | None = None, own_rule: bool = False
 ) -> tuple[int, dict[str, Any]]:
@@ -54,11 +44,12 @@ def tree_options(
     A growth other than topk is verified by the rule match or, with ``own_rule``, by its own rule.
     """
     nodes = pick.choice([1, 2, 3, 5, 8, 16, 16, 16, 33, 64])
-    growth = growth or pick.choice(["topk"] * 6 + sorted(GROWTHS))
+    growth = growth or pick.choice(["topk"] * 6 + sorted(workload.GROWTHS))
     if growth == "expansion":  # its tree has ten nodes
         nodes = max(nodes, 10)
     slots = nodes + pick.choice([0, 0, 0, 3])
-    options: dict[str, Any] = {"node_budget": nodes, "growth": growth, **GROWTHS.get(growth, {})}
+    options: dict[str, Any] = {"node_budget": nodes, "growth": growth}
+    options |= workload.GROWTHS.get(growth, {})
     if growth != "topk":
         return slots, options | ({} if own_rule else {"rule": "match"})
     for name, values in {

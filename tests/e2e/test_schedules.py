@@ -1,5 +1,5 @@
-"""Whatever vLLM schedules: the same tokens and logprobs as without trees. These are schedules of
-`fuzz` that have names.
+"""Whatever vLLM schedules: the same tokens and logprobs as without trees. These are schedules that
+have names, and some of `fuzz`'s random ones, which would find a wrong token.
 
 Prompts of every length, of which a part may lie in the prefix cache. vLLM fills a request up with
 drafts that has one token left to compute: a copy of a prompt whose other tokens fill blocks, a
@@ -8,16 +8,20 @@ request that is resumed, a prompt of one token.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import fuzz
 import pytest
 import workload
-from fuzz import differences, plain_engine
-from fuzz_cases import BASES, MAX_MODEL_LEN, Arrival, Schedule
+from fuzz import Plain, Tally, differences, plain_engine
+from fuzz_cases import BASES, MAX_MODEL_LEN, Arrival, Schedule, schedule_of
 from fuzz_engine import Answer, EngineProcess
+from fuzz_options import KINDS, Options, engine_options, options_of_kind, plain_of_kind
 from slow import marked
 
 pytestmark = pytest.mark.e2e
@@ -71,6 +75,7 @@ URGENT = {
 }
 """Every request is more urgent than those before it, and preempts them."""
 
+SIZES = {"max_model_len": MAX_MODEL_LEN, "block_size": BLOCK}
 CHUNKED = {"max_num_batched_tokens": 40, "max_num_seqs": 4}
 SCARCE = {
     "max_num_batched_tokens": 80,
@@ -82,11 +87,10 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Schedule]]] = {
     "scarce": (workload.tree(10, slots=16) | SCARCE, URGENT),
     "adaptive": (workload.with_options(), ALL | FORGOTTEN),
     "chunked": (workload.tree() | CHUNKED, ALL),
-    "dyspec": (workload.tree(growth="dyspec", rule="match"), FEW),
-    "chain": (workload.tree(growth="chain"), FEW),
-    "threshold": (workload.tree(growth="threshold", rule="match"), FEW),
-    "expansion": (workload.tree(growth="expansion", expansion=[2, 2, 1], rule="match"), FEW),
-    "sequoia": (workload.tree(growth="sequoia", acceptance=[0.6, 0.2], rule="match"), FEW),
+    **{
+        growth: (workload.tree(growth=growth, rule="match", **own), FEW)
+        for growth, own in workload.GROWTHS.items()
+    },
 }
 RUNS = [(engine, name) for engine, (_, named) in ENGINES.items() for name in named]
 SLOW_ENGINES = ENGINES.keys() - {"fixed", "scarce"}
@@ -111,8 +115,7 @@ def served() -> Served:
     @cache
     def results(name: str) -> dict[str, Scheduled]:
         arguments, schedules = ENGINES[name]
-        sizes = {"max_model_len": MAX_MODEL_LEN, "block_size": BLOCK}
-        engine, found = EngineProcess(arguments | sizes), {}
+        engine, found = EngineProcess(arguments | SIZES), {}
         runs = [(each, schedule, None) for each, schedule in schedules.items()]
         if name == "fixed":
             runs.append((BROKEN, schedules["copies"], "padding_as_tree"))
@@ -129,18 +132,23 @@ def served() -> Served:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[Answers]:
+def reference() -> Iterator[Plain]:
+    with plain_engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def plain(reference: Plain) -> Answers:
     """Return a function that gives the answers of the engine without trees."""
     known: dict[str, list[Answer]] = {}
-    with plain_engine() as engine:
 
-        def answers(schedule: Schedule) -> list[Answer]:
-            asked = str(schedule.arrivals)
-            if asked not in known:
-                known[asked] = engine.answers(schedule)
-            return known[asked]
+    def answers(schedule: Schedule) -> list[Answer]:
+        asked = str(schedule.arrivals)
+        if asked not in known:
+            known[asked] = reference.answers(schedule)
+        return known[asked]
 
-        yield answers
+    return answers
 
 
 @pytest.mark.parametrize(("engine", "name"), marked(RUNS, SLOW_ENGINES))
@@ -186,3 +194,76 @@ def test_requests_are_preempted_while_their_trees_wait(
     metrics = served(engine)[name].metrics
     assert metrics["vllm:num_preemptions_total"] > len(RESUMED) // 2
     assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
+
+
+CASES = 20
+"""Cases on each engine, of about four requests each."""
+
+
+TIGHT = {
+    **workload.STEADY,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 60,
+    "num_gpu_blocks_override": 14,
+    "long_prefill_token_threshold": 40,
+    "scheduling_policy": "priority",
+}
+"""Such an engine preempts requests, and its steps cut prompts and trees."""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(workload.with_options() | TIGHT, id="tight"),
+        pytest.param(workload.tree(), id="roomy", marks=pytest.mark.slow),
+    ],
+)
+def test_random_requests_get_what_they_get_without_trees(
+    arguments: dict[str, Any], reference: Plain, tell: Callable[[str], None]
+) -> None:
+    options, tally = Options(arguments | SIZES), Tally()
+    result = fuzz.fuzz(options, reference, CASES, 1, tally)
+    assert not isinstance(result, tuple), fuzz.report(options, 1, *result)
+    assert tally.cases == CASES
+    assert result["vllm:spec_decode_num_accepted_tokens_total"] > 0
+    if "num_gpu_blocks_override" in options.arguments:
+        assert result["vllm:num_preemptions_total"] > 0
+    tell(f"fuzzed: {tally}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nemotron_h", "gemma3_text", "deepseek_v2"])
+def test_random_requests_on_targets_of_other_kinds(kind: str, tmp_path: Path) -> None:
+    model = KINDS[kind](tmp_path)
+    options, tally = options_of_kind(6, model, kind), Tally()
+    with plain_engine(**plain_of_kind(model, kind)) as plain:
+        result = fuzz.fuzz(options, plain, CASES, 1, tally)
+    assert not isinstance(result, tuple), fuzz.report(options, 1, *result)
+    assert tally.cases == CASES
+    assert result["vllm:spec_decode_num_accepted_tokens_total"] > 0
+
+
+def test_an_engine_with_other_samples_is_found_and_its_case_can_be_asked_again(
+    reference: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A paper's rule keeps the law of samples, but draws other tokens."""
+    monkeypatch.setattr(fuzz, "SMALLER_SECONDS", 2)
+    options = Options(workload.tree(growth="dyspec") | SIZES)
+    result = fuzz.fuzz(options, reference, CASES, 1, Tally())
+    assert isinstance(result, tuple)
+    schedule, found = result
+    told = json.loads(fuzz.report(options, 1, schedule, found))
+    assert schedule_of(told) == schedule
+    assert told["engine"] == dict(options.arguments)
+    assert "sequence" in found
+
+
+def test_options_of_a_number_are_always_the_same() -> None:
+    assert engine_options(5) == engine_options(5)
+    assert len({json.dumps(engine_options(n).arguments) for n in range(20)}) == 20
+
+
+def test_a_schedule_is_the_same_behind_json() -> None:
+    arrival = Arrival(base=1, length=33, params={"max_tokens": 2}, tail=[7])
+    schedule = Schedule([arrival, replace(arrival, follows=0, abort=3)], [2])
+    assert schedule_of(json.loads(json.dumps(schedule.as_json()))) == schedule

@@ -296,19 +296,20 @@ POOLS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
 }
 """Engines of two drafts: one law of both, and SpecInfer's merge of both trees."""
 
-_GROWTHS: dict[str, dict[str, Any]] = {
+GROWTHS: dict[str, dict[str, Any]] = {
     "chain": {},
     "expansion": {"expansion": [2, 2, 1]},
     "dyspec": {},
     "sequoia": {"acceptance": [0.8, 0.1, 0.05]},
     "threshold": {"threshold": 0.02},
 }
+"""Growths other than topk, with the options that they need."""
 OF_GROWTHS = {
     f"head, {growth}": (
         with_head(pair.paths()["eagle3"], growth=growth, **own),
         {"greedy": GREEDY_SAMPLE},
     )
-    for growth, own in _GROWTHS.items()
+    for growth, own in GROWTHS.items()
 }
 
 HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
