@@ -8,10 +8,9 @@ import pytest
 import recurrent_layers
 import torch
 from recurrent_layers import KINDS, Decoder, path_to, tree_states
-from reference.recurrence import tree_chunk
+from reference.recurrence import along
 from tree_shapes import chain, random_tree, star
 
-from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
 from dyntree_kernels.cpu.recurrence import gated_delta_rule, sequences, trees
 from dyntree_kernels.cpu.tree_layers import PathCommit, TreeForward
 from dyntree_kernels.recurrence import Commit
@@ -209,7 +208,7 @@ def test_a_sequence_in_one_call_is_the_same_in_several() -> None:
     assert torch.equal(made.states, after)
 
 
-def test_the_gated_delta_rule_is_the_chunk_of_the_oracle() -> None:
+def test_the_gated_delta_rule_is_the_recurrence_along_every_path() -> None:
     g, rows = generator(), 33
     parents = random_tree(rows, g)
     q, k = (torch.randn(rows, 2, 32, generator=g) for _ in range(2))
@@ -225,9 +224,9 @@ def test_the_gated_delta_rule_is_the_chunk_of_the_oracle() -> None:
         return scaled.transpose(0, 1).repeat_interleave(2, 0)
 
     decay = -a_log.double().exp() * torch.nn.functional.softplus(a.double() + bias)
-    right, _ = tree_chunk(
-        unpack_bits(ancestor_bits(torch.tensor([parents])), rows)[0], states[2].double(),
-        unit(q) * 32**-0.5, unit(k), v.double().transpose(0, 1), b.double().sigmoid().T, decay.T,
-        delta=True,
-    )  # fmt: skip
-    torch.testing.assert_close(found.double(), right.transpose(0, 1), rtol=1e-5, atol=1e-5)
+    for row in range(rows):
+        right, _ = along(
+            path_to(row, parents), states[2].double(), unit(q) * 32**-0.5, unit(k),
+            v.double().transpose(0, 1), b.double().sigmoid().T, decay.T, delta=True,
+        )  # fmt: skip
+        torch.testing.assert_close(found[row].double(), right, rtol=1e-5, atol=1e-5)

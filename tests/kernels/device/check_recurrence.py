@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from paged_cases import DEVICE
-from reference.recurrence import Chunk, committed, tree_chunk
+from reference.recurrence import along
 from tree_shapes import chain, random_tree, star
 
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
@@ -24,6 +25,8 @@ from dyntree_kernels.recurrence import Commit, inputs
 
 ON_GPU = DEVICE.type == "cuda"
 SLOTS = [3, 1, 5, 2]
+Alone = Callable[[list[int]], tuple[torch.Tensor, torch.Tensor]]
+"""Gives the output of a path's last row, and the state after it, in float64."""
 SHAPES = {
     "a word": [random_tree(15, torch.Generator().manual_seed(1)), star(16), [-1], chain(5)],
     "two words": [random_tree(33, torch.Generator().manual_seed(2)), chain(3), [], star(31)],
@@ -89,15 +92,19 @@ class Space(NamedTuple):
     def committed(self) -> tuple[torch.Tensor, ...]:
         return self.x, self.dt, self.b, self.states, self.a, self.dt_bias
 
-    def expected(self, at: slice, slot: int, seen: torch.Tensor) -> Any:
+    def alone(self, at: slice, state: torch.Tensor) -> Alone:
+        """Return what gives the recurrence along paths of the rows ``at``, from this state."""
         step = torch.nn.functional.softplus((self.dt + self.dt_bias)[at].double()).T
         q, k = (
             each[at].double().repeat_interleave(2, 1).transpose(0, 1) for each in (self.c, self.b)
         )
-        v = self.x[at].double().transpose(0, 1)
-        state = self.states[slot].double().mT
-        out, chunk = tree_chunk(seen, state, q, k, v, step, self.a[:, None] * step, delta=False)
-        return (out + v * self.d[:, None, None]).transpose(0, 1), state, k, chunk
+        v, decay = self.x[at].double().transpose(0, 1), self.a[:, None] * step
+
+        def run(path: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+            out, after = along(path, state.double(), q, k, v, step, decay, delta=False)
+            return out + v[:, path[-1]] * self.d[:, None], after
+
+        return run
 
     def state(self, slot: int) -> torch.Tensor:
         return self.states[slot].mT
@@ -139,7 +146,8 @@ class Delta(NamedTuple):
     def committed(self) -> tuple[torch.Tensor, ...]:
         return self.k, self.v, self.a, self.b, self.states, self.a_log, self.dt_bias
 
-    def expected(self, at: slice, slot: int, seen: torch.Tensor) -> Any:
+    def alone(self, at: slice, state: torch.Tensor) -> Alone:
+        """Return what gives the recurrence along paths of the rows ``at``, from this state."""
         log = -self.a_log.double().exp() * torch.nn.functional.softplus(
             (self.a + self.dt_bias)[at].double()
         )
@@ -148,17 +156,35 @@ class Delta(NamedTuple):
             for each in (self.q, self.k)
         )
         q, k = (each.repeat_interleave(2, 1).transpose(0, 1) for each in (q, k))
-        v, state = self.v[at].double().transpose(0, 1), self.states[slot].double()
-        beta = self.b[at].double().sigmoid().T
+        v, beta = self.v[at].double().transpose(0, 1), self.b[at].double().sigmoid().T
         scaled = q * q.shape[-1] ** -0.5
-        out, chunk = tree_chunk(seen, state, scaled, k, v, beta, log.T, delta=True)
-        return out.transpose(0, 1), state, k, chunk
+        return lambda path: along(path, state.double(), scaled, k, v, beta, log.T, delta=True)
 
     def state(self, slot: int) -> torch.Tensor:
         return self.states[slot]
 
 
 LAYERS = pytest.mark.parametrize("kind", [Space, Delta])
+
+
+def paths_of(given: Batch, request: int) -> list[list[int]]:
+    """Return the path to each row of a request, from the root down."""
+    return [seen.nonzero().flatten().tolist() for seen in given.seen[request]]
+
+
+def rows_of(given: Batch, request: int) -> slice:
+    first, last = given.rows.starts[request : request + 2].tolist()
+    return slice(first, last)
+
+
+def check(layer: Any, given: Batch, found: torch.Tensor) -> None:
+    """Compare the outputs of every row with the recurrence along its path."""
+    for request, slot in enumerate(SLOTS):
+        at = rows_of(given, request)
+        alone = layer.alone(at, layer.state(slot))
+        for row, path in enumerate(paths_of(given, request), at.start):
+            right, _ = alone(path)
+            torch.testing.assert_close(found[row].double(), right, rtol=1e-4, atol=1e-4)
 
 
 @LAYERS
@@ -173,10 +199,7 @@ def test_rows_continue_from_their_parents_and_states_stay(
     before = layer.states.clone()
     found = layer.run(given.rows)
     assert torch.equal(layer.states, before)
-    for r, slot in enumerate(SLOTS):
-        at = slice(int(given.rows.starts[r]), int(given.rows.starts[r + 1]))
-        right, *_ = layer.expected(at, slot, given.seen[r].to(DEVICE))
-        torch.testing.assert_close(found[at].double(), right, rtol=1e-4, atol=1e-4)
+    check(layer, given, found)
 
 
 @pytest.mark.parametrize("wrong", ["a chain", "another parent", "another's state"])
@@ -204,10 +227,7 @@ def test_keys_that_are_alike_and_strong_gates_stay_accurate(strong: bool) -> Non
     layer.a.fill_(15.0 if strong else -8.0)
     layer.b.fill_(4.0)
     found = layer.run(given.rows)
-    for r, slot in enumerate(SLOTS):
-        at = slice(int(given.rows.starts[r]), int(given.rows.starts[r + 1]))
-        right, *_ = layer.expected(at, slot, given.seen[r].to(DEVICE))
-        torch.testing.assert_close(found[at].double(), right, rtol=1e-4, atol=1e-4)
+    check(layer, given, found)
 
 
 PATHS = [[0, 1], [0, 7], [], [0, 1, 2, 3]]
@@ -231,12 +251,11 @@ def test_a_commit_takes_states_along_the_accepted_path(kind: Any, dtype: torch.d
     layer = kind.make(int(given.rows.starts[-1]), dtype)
     wanted = {}
     for r, (slot, path) in enumerate(zip(SLOTS, PATHS, strict=True)):
-        at = slice(int(given.rows.starts[r]), int(given.rows.starts[r + 1]))
-        _, state, k, chunk = layer.expected(at, slot, given.seen[r].to(DEVICE))
-        here = Chunk(*chunk)
-        wanted[slot] = committed(state, torch.tensor(path), k, here) if path else state
+        state = layer.state(slot).double()
+        alone = layer.alone(rows_of(given, r), state)
+        wanted[slot] = alone(path)[1] if path else state
         if ENDS[r] <= len(path):
-            wanted[END_SLOTS[r]] = committed(state, torch.tensor(path[: ENDS[r]]), k, here)
+            wanted[END_SLOTS[r]] = alone(path[: ENDS[r]])[1]
     before = layer.states.clone()
     layer.advance(accepted(given.rows))
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
@@ -317,7 +336,6 @@ def test_many_steps_of_random_paths_are_the_recurrence(kind: Any) -> None:
     state, follow = run.state(3).double().clone(), torch.tensor([3]).to(DEVICE)
     for step in range(64 if ON_GPU else 6):
         tree = random_tree(9, g)
-        given = batch([tree, [], [], []])
         fresh = kind.make(9, torch.float32)
         layer = fresh._replace(states=run.states)
         for each in layer[1:3]:
@@ -325,12 +343,7 @@ def test_many_steps_of_random_paths_are_the_recurrence(kind: Any) -> None:
         path = [int(torch.randint(9, (1,), generator=g))]
         while tree[path[0]] >= 0:
             path.insert(0, tree[path[0]])
-        _, _, k, chunk = layer.expected(slice(0, 9), 3, given.seen[0].to(DEVICE))
-        if kind is Delta:  # its updates depend on the state
-            exact = layer._replace(states=run.states.double())
-            exact.states[3] = state
-            _, _, k, chunk = exact.expected(slice(0, 9), 3, given.seen[0].to(DEVICE))
-        state = committed(state, torch.tensor(path), k, chunk)
+        state = layer.alone(slice(0, 9), state)(path)[1]
         length = torch.tensor([len(path)]).to(DEVICE)
         layer.advance(Commit(follow, torch.tensor([path]).to(DEVICE), length, 0 * follow, follow))
     torch.testing.assert_close(run.state(3).double(), state, rtol=1e-3, atol=1e-3)
