@@ -9,7 +9,13 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_plugin.engine.step.clock import DRAFTING
-from dyntree_plugin.tree.budget.chains import ChainLimits, expected_tokens
+from dyntree_plugin.tree.budget.chains import (
+    ChainRatio,
+    Prices,
+    expected_tokens,
+    going_on,
+    level_counts,
+)
 from dyntree_plugin.tree.budget.choice import best_cut, frontier_gain
 from dyntree_plugin.tree.budget.drawn_trees import DrawnTreeChoice
 from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds, followed, optimism
@@ -44,14 +50,14 @@ class TreeBudget:
         self._usual: dict[int, np.ndarray] = {}
         self._rate: float | None = None
         self._row_tokens = 0.0
-        # Seconds of the last step beside its verification.
-        self._spent = FIRST_FORWARD_SECONDS + FIRST_OUTSIDE_SECONDS
-        # Nodes of chains that the next step may still verify; None if there are trees, too.
-        self._room: int | None = None
+        # Rows of the next step so far and the prices of more; None if there are trees, too.
+        self._rows: int | None = None
+        self._prices: Prices | None = None
         self._ended: float | None = None
         self._context = 0.0
         self._decode_next = np.zeros(0, dtype=bool)
-        self._limits = ChainLimits(chain_depth)
+        self._depth = chain_depth
+        self._ratio = ChainRatio()
         self._trees = None if trees is None else DrawnTreeChoice(trees)
         # What the forwards of this step could earn.
         self._bounds: list[float] = []
@@ -78,45 +84,44 @@ class TreeBudget:
             forwards: int64 [R, N], as in `TreeArrays`.
             drawn: bool [R], which of them were drawn; None if none can be.
         """
-        decoding, self._room = self._decode_next, None
+        decoding, self._rows = self._decode_next, None
         bounds, self._bounds = self._bounds, []
+        prices, self._prices = self._prices, None
         if self._cost is None or not decoding.any():
             return counts
         chances = values.exp().numpy()[decoding]  # sync: host memory on the CPU
-        chains = np.zeros(len(chances), dtype=bool) if drawn is None else drawn[decoding]
-        curve = self._cost.seconds(context=self._context, optimism=optimism(self._steps))
-        forward = self._forward_seconds.of(len(chances)) or FIRST_FORWARD_SECONDS
+        requests = len(chances)
+        chains = np.zeros(requests, dtype=bool) if drawn is None else drawn[decoding]
+        curve = self._curve(self._steps)
+        forward = self._forward_seconds.of(requests) or FIRST_FORWARD_SECONDS
         spent = self._forwards * forward + (self._outside or FIRST_OUTSIDE_SECONDS)
         needed = forwards.numpy()[decoding]  # sync: host memory on the CPU
+        rate = self._rate_of(requests)
+        verified = np.zeros(requests, dtype=np.int64)
         if self._trees is not None:
             verified = self._trees.cut(chances, chains, needed, self._forwards - 1)
-        else:
-            verified = self._limits.cut(chances, chains, curve, self._spent)
-        self._spent = spent
+        elif chains.any():
+            of_chains = chances[chains, : self._depth]
+            prices = prices or self._prices_of(requests, curve)
+            verified[chains] = level_counts(of_chains, requests, prices)
+            self._ratio.observe(of_chains)
         # Trees compete for the rows that chains leave. Batches of about the same size share one
         # average per request.
-        kind = len(chances).bit_length()
-        usual = self._usual.get(kind)
-        rate = None if usual is None else len(chances) * usual[0] / usual[1]
         taken = verified.sum() + chains.sum()
         beside = expected_tokens(chances[chains], verified[chains])
         trees = best_cut(chances[~chains], curve[taken:], spent, rate, beside)
         verified[~chains] = trees.counts
-        if usual is None or not self._tries:
-            seen = np.array([trees.tokens / len(chances), trees.seconds])
-            self._usual[kind] = usual = seen if usual is None else usual + STEP * (seen - usual)
-        self._rate = len(chances) * usual[0] / usual[1]
+        kind, usual = requests.bit_length(), self._usual.get(requests.bit_length())
+        if usual is None or not self._tries(self._steps):
+            seen = np.array([trees.tokens / requests, trees.seconds])
+            self._usual[kind] = seen if usual is None else usual + STEP * (seen - usual)
+        self._rate = self._rate_of(requests)
         if self._trees is not None and self._trees.rate is not None:
             self._rate = self._trees.rate
-        elif chains.any():
-            limits, self._rate = self._limits.of(len(chances), chances.shape[1], curve, spent)
-            if self._tries:
-                known = self._cost.seconds(context=self._context)
-                _, self._rate = self._limits.of(len(chances), chances.shape[1], known, spent)
-        rows = int(verified.sum()) + len(verified)
-        self._row_tokens = self._rate * _next_row_seconds(rows, curve)
-        if chains.all() and self._trees is None:
-            self._row_tokens, self._room = limits.least, limits.nodes
+        if self._trees is None and chains.all():
+            self._rows = requests
+        rows = int(verified.sum()) + requests
+        self._row_tokens = (self._rate or 0.0) * _next_row_seconds(rows, curve)
         kept = np.where(np.arange(chances.shape[1]) < verified[:, None], chances, 0.0)
         # A better node can also take the row of the least that is verified.
         self._row_tokens = min(self._row_tokens, float(kept[kept > 0].min(initial=1.0)))
@@ -137,11 +142,29 @@ class TreeBudget:
         earned = [float(gains[needed == 1 + number].sum()) for number in range(len(bounds))]
         self._shares.observe(len(chances), bounds, earned)
 
-    @property
-    def _tries(self) -> bool:
-        """Whether the next step tries rows that may be cheaper than is known, and forwards that
-        earned little."""
-        return optimism(self._steps) > 0
+    def _tries(self, step: int) -> bool:
+        """Whether a step tries rows that may be cheaper than is known, and forwards that earned
+        little."""
+        return optimism(step) > 0
+
+    def _curve(self, step: int) -> np.ndarray:
+        if self._cost is None:
+            raise RuntimeError("costs must be measured first")
+        return self._cost.seconds(context=self._context, optimism=optimism(step))
+
+    def _rate_of(self, requests: int) -> float | None:
+        """Return the average tokens per second of recent batches of about this size."""
+        usual = self._usual.get(requests.bit_length())
+        return None if usual is None else requests * float(usual[0] / usual[1])
+
+    def _prices_of(self, requests: int, curve: np.ndarray) -> Prices:
+        """Return the prices for chains: a step's own draws may not decide about them."""
+        forward = self._forward_seconds.of(requests) or FIRST_FORWARD_SECONDS
+        outside = self._outside or FIRST_OUTSIDE_SECONDS
+        rate = self._rate_of(requests)
+        if rate is None:
+            rate = self._ratio.rate(requests, self._depth, curve, forward + outside)
+        return Prices(curve, forward, rate, self._ratio.value)
 
     def drafting_pays(self, frontier: torch.Tensor) -> bool:
         """Return whether to run the draft over nodes of these values (log, float32), or to end."""
@@ -152,25 +175,37 @@ class TreeBudget:
         forward = self._forward_seconds.of(requests) or FIRST_FORWARD_SECONDS
         if self._trees is not None:
             if number == 0 and self._cost is not None:
-                curve = self._cost.seconds(context=self._context, optimism=optimism(self._steps))
+                curve = self._curve(self._steps + 1)
                 outside = self._outside or FIRST_OUTSIDE_SECONDS
                 self._trees.choose(requests, curve + outside, forward)
             if number >= self._trees.forwards:
                 return False
             self._bounds.append(0.0)
             return True
-        if self._room is not None:
-            self._room -= int((chances > 0).sum())
-            if self._room <= 0:
-                return False
+        if number == 0 and self._depth:
+            # Before the first draw that a price could depend on.
+            self._prices = self._prices_of(requests, self._curve(self._steps + 1))
+        if self._rows is not None:
+            self._bounds.append(0.0)
+            return self._chains_pay(chances.max(axis=1, initial=0.0), number)
         bound = frontier_gain(chances, self._row_tokens)
         share = self._shares.of(requests, number)
-        if self._tries:
+        if self._tries(self._steps + 1):
             share = (1 + share) / 2
         if share * bound <= self._rate * forward:
             return False
         self._bounds.append(bound)
         return True
+
+    def _chains_pay(self, level: np.ndarray, number: int) -> bool:
+        """Return whether the level after this one, of chances [R], pays for its forward."""
+        prices, left = self._prices, self._depth - number
+        if prices is None or self._rows is None or left < 2:
+            return False
+        going = going_on(level, left, self._rows, prices)
+        self._rows += int(going.sum())
+        expected = np.where(going, prices.ratio * level, 0.0)
+        return bool(going_on(expected, left - 1, self._rows, prices, drafted=False).any())
 
     def observe(
         self, batch: InputBatch, forwards: int, stage_seconds: dict[str, float]

@@ -91,20 +91,23 @@ class World:
     """An engine whose steps take what they take, in which trees are worth what they are.
 
     It can be run once: ``now`` are its seconds, ``made`` the expected tokens and the seconds of
-    every step. ``sizes`` are those of trees of fixed settings.
+    every step. ``sizes`` are those of trees of fixed settings. ``requests``: of every step, or the
+    steps by their requests, in order.
     """
 
     def __init__(
         self,
         seconds: Curve,
         forward: float,
-        requests: int,
+        requests: int | Sequence[int],
         steps: int,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        self.seconds, self.forward, self.requests = seconds, forward, requests
+        """``steps``: of each number of ``requests``."""
+        self.seconds, self.forward = seconds, forward
         self.random = np.random.default_rng(1)
-        self.trees = trees_of(requests, steps)
+        batches = [requests] if isinstance(requests, int) else requests
+        self.trees = [step for batch in batches for step in trees_of(batch, steps)]
         self.sizes: Sequence[int] = range(1 + NODES)
         self.now, self.made = 0.0, list[tuple[float, float]]()
         monkeypatch.setattr("time.perf_counter", lambda: self.now)
@@ -122,13 +125,16 @@ class World:
         return target, draft
 
     def of_best(self, first: int, end: int) -> float:
-        """Return the tokens per second of these steps, over those of the best fixed setting."""
+        """Return the tokens per second of these steps, over those of the best fixed setting.
+
+        They have the same number of requests.
+        """
         steps = self.trees[first:end]
+        requests = len(steps[0])
         worth = np.mean([np.sum([tree.values for tree in step], axis=0) for step in steps], axis=0)
         summed = worth.cumsum(axis=1)
         best = max(
-            (self.requests + (summed[f, n - 1] if n else 0.0))
-            / self.took(self.requests * (1 + n), f)
+            (requests + (summed[f, n - 1] if n else 0.0)) / self.took(requests * (1 + n), f)
             for f in range(1 + FORWARDS)
             for n in self.sizes
         )
@@ -140,10 +146,13 @@ def sizes_for_trees(
     world: World, believed: Curve, budget: TreeBudget | None = None, *, drawn: bool = False
 ) -> None:
     """Run with a size for each tree."""
-    budget, requests = budget or TreeBudget(), world.requests
+    budget = budget or TreeBudget()
     budget.measured(cost(believed))
-    counts, values = np.zeros(requests, int), np.zeros((requests, NODES))
+    counts, values = np.zeros(0, int), np.zeros((0, NODES))
     for trees in world.trees:
+        requests = len(trees)
+        if requests != len(counts):
+            counts, values = np.zeros(requests, int), np.zeros((requests, NODES))
         rows = requests + int(counts.sum())
         tokens = requests + values[np.arange(NODES) < counts[:, None]].sum()
         forwards = 0
@@ -169,11 +178,14 @@ def drawn_trees(world: World, believed: Curve) -> None:
 
 def one_size(world: World, believed: Curve) -> None:
     """Run with one size for a step, which verifies trees of the step before."""
-    budget, requests, world.sizes = NodeBuckets(SIZES, FORWARDS), world.requests, SIZES
+    budget, world.sizes = NodeBuckets(SIZES, FORWARDS), SIZES
     budget.measured(cost(believed))
     forwards, nodes = 0, 0
-    values, needed = np.zeros((requests, NODES)), np.zeros((requests, NODES), int)
+    values = needed = np.zeros((0, NODES))
     for trees in world.trees:
+        requests = len(trees)
+        if requests != len(values):
+            values, needed, nodes = np.zeros((requests, NODES)), np.zeros((requests, NODES)), 0
         rows = requests * (1 + nodes)
         _, draft = world.step(rows, forwards, requests + values[:, :nodes].sum())
         worth = worth_by_forwards(values, needed, forwards, SIZES)
@@ -270,7 +282,7 @@ def of_best_chain(world: World, first: int, end: int) -> float:
     """Return the tokens per second of these steps, over those of the best fixed chain."""
     chances = np.array([[tree.values[0][0] for tree in step] for step in world.trees[first:end]])
     worth = np.cumsum([(chances**depth).mean() for depth in range(1, FORWARDS + 2)])
-    each = world.requests
+    each = len(world.trees[first])
     best = max(
         each * (1 + tokens) / (world.seconds(each * (2 + f)) + OF_CHAINS * (1 + f) + 0.002)
         for f, tokens in enumerate(worth)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -27,7 +28,7 @@ from dyntree_plugin.engine.step.requests import COLUMNS, Requests
 from dyntree_plugin.engine.step.sampled_walk import SampledWalk
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.engine.step.verify import TreeVerifier
-from dyntree_plugin.tree.budget.chains import Limits, level_counts, valued_counts
+from dyntree_plugin.tree.budget.chains import Limits, Prices, level_counts, valued_counts
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.shape import TreeShape
@@ -45,6 +46,8 @@ PLAN = TreePlan(
 )
 TREES = replace(PLAN, shape=TreeShape(node_budget=5, max_depth=3, width=2, children=2))
 SURELY_BIASED, UNSUSPICIOUS = 1e-6, 0.01
+PRICES = Prices(row_seconds=0.2 * np.arange(8), forward=0.0, rate=1.0, ratio=0.5)
+"""A chain ends at a token of less chance than 0.2, and two chains after five tokens."""
 
 
 def logits(seed: int) -> torch.Tensor:
@@ -68,7 +71,7 @@ class Engine:
     peeks: bool = False
     kept: int = VOCABULARY
     plan: TreePlan = PLAN
-    cut: ClassVar[Any] = staticmethod(level_counts)
+    cut: ClassVar[Any] = partial(level_counts, rows=2, prices=PRICES)
     chains: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -114,7 +117,7 @@ class Engine:
         if self.ends:
             chances = self.trees.values[:count].exp().numpy()
             # A batch of its own for every two requests: a level of one tells of the other.
-            pairs = [self.cut(pair, Limits(0.2, 5)) for pair in chances.reshape(-1, 2, nodes)]
+            pairs = [self.cut(pair) for pair in chances.reshape(-1, 2, nodes)]
             room = torch.from_numpy(np.concatenate(pairs))
         if self.peeks:
             room = torch.where(tokens[:, 1] == 0, 1, room)
@@ -172,7 +175,7 @@ class Trees(Engine):
     """As `Engine`, with drawn trees."""
 
     plan: TreePlan = TREES
-    cut: ClassVar[Any] = staticmethod(valued_counts)
+    cut: ClassVar[Any] = partial(valued_counts, limits=Limits(0.2, 5))
     chains: ClassVar[bool] = False
 
 

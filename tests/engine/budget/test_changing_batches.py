@@ -1,0 +1,116 @@
+"""A simulation: drawn chains in batches that change.
+
+Whatever the budget learned of one number of requests, it has to choose well for the next within 200
+steps. Seconds are those of `World`, so no machine's speed decides a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from test_regret import Curve, World, by_blocks, cost, dear_from_9, decoding, flat, larger, steep
+
+from dyntree_plugin.engine.budget.by_tree import TreeBudget
+from dyntree_plugin.tree.budget import row_cost
+from dyntree_plugin.tree.budget.row_cost import RowCost
+
+DEPTH, FORWARD, STEPS = 8, 0.0015, 200
+BATCHES = (4, 1, 4, 16)
+
+
+class Chains(World):
+    """A world whose requests have drawn chains: ``drawn`` are chances [R, DEPTH] of each step."""
+
+    def __init__(
+        self, seconds: Curve, batches: Sequence[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        super().__init__(seconds, FORWARD, (), STEPS, monkeypatch)
+        made = np.random.default_rng(2)
+        self.drawn = [self.chances(made, batch) for batch in batches for _ in range(STEPS)]
+
+    def chances(self, made: np.random.Generator, requests: int) -> np.ndarray:
+        """Texts differ in how easy they are, and so do their places."""
+        of_text, of_place = made.normal(size=(requests, 1)), made.normal(size=(requests, DEPTH))
+        return np.cumprod(1 / (1 + np.exp(-1.2 - of_text - of_place)), axis=1)
+
+    def of_best(self, first: int, end: int) -> float:
+        """Return the tokens per second of these steps, over those of the best fixed chain."""
+        requests = len(self.drawn[first])
+        worth = np.concatenate([[1.0], np.mean(self.drawn[first:end], axis=(0, 1))]).cumsum()
+        best = max(
+            requests * tokens / self.took(requests * (1 + length), max(length - 1, 0))
+            for length, tokens in enumerate(worth)
+        )
+        tokens, seconds = np.sum(self.made[first:end], axis=0)
+        return float(tokens / seconds / best)
+
+
+def run_chains(
+    world: Chains,
+    believed: Curve,
+    told: Callable[[np.ndarray], np.ndarray] = lambda chances: chances,
+) -> None:
+    """Serve drawn chains; ``told``: what the budget believes of their chances."""
+    budget = TreeBudget(DEPTH)
+    budget.measured(cost(believed))
+    counts, before = np.zeros(0, int), np.zeros((0, DEPTH))
+    for chances in world.drawn:
+        requests, said = len(chances), told(chances)
+        if requests != len(counts):
+            counts, before = np.zeros(requests, int), np.zeros((requests, DEPTH))
+        rows = requests + int(counts.sum())
+        tokens = requests + before[np.arange(DEPTH) < counts[:, None]].sum()
+        forwards = 0
+        while forwards < DEPTH - 1 and budget.drafting_pays(
+            torch.tensor(said[:, forwards : forwards + 1]).float().log()
+        ):
+            forwards += 1
+        target, draft = world.step(rows, forwards, tokens)
+        budget.observe(decoding(requests, rows), 1 + forwards, {"target": target, "draft": draft})
+        there = np.arange(DEPTH) <= forwards
+        whole = torch.full((requests,), 1 + forwards)
+        needed = torch.arange(DEPTH).expand(requests, DEPTH)
+        values = torch.tensor(np.where(there, said, 0.0)).float().log()
+        counts = budget.cut(values, whole, needed, np.ones(requests, dtype=bool)).numpy()
+        before = np.where(there, chances, 0.0)
+
+
+def worst(world: Chains, seen: int = STEPS // 2) -> float:
+    """Return the least `of_best` of a number of requests, without its first steps."""
+    firsts = range(0, len(world.drawn), STEPS)
+    return min(world.of_best(first + seen, first + STEPS) for first in firsts)
+
+
+@pytest.mark.parametrize("believed", [flat, steep, dear_from_9])
+@pytest.mark.parametrize("seconds", [flat, steep, by_blocks, larger])
+def test_drawn_chains_lose_to_no_fixed_chain_when_the_batch_changes(
+    seconds: Curve, believed: Curve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 3 %, whatever start-up believed, and within 5 % with the first steps."""
+    world = Chains(seconds, BATCHES, monkeypatch)
+    run_chains(world, believed)
+    assert worst(world) > 0.97
+    assert worst(world, 0) > 0.95
+
+
+def test_frozen_costs_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: what start-up believed stays."""
+    monkeypatch.setattr(row_cost, "OPTIMISM", 0.0)
+    monkeypatch.setattr(RowCost, "observe", lambda *_: 1.0)
+    world = Chains(flat, BATCHES, monkeypatch)
+    run_chains(world, dear_from_9)
+    assert worst(world) < 0.95
+
+
+def test_shuffled_chances_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: chains are cut by the chances of another text, whose average is the same."""
+    made = []
+    for turned in (0, 1):
+        world = Chains(steep, (16,), monkeypatch)
+        run_chains(world, steep, partial(np.roll, shift=turned, axis=0))
+        made.append(world.of_best(STEPS // 2, STEPS))
+    assert made[1] < made[0] - 0.03
