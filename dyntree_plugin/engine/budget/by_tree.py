@@ -99,7 +99,8 @@ class TreeBudget:
         rate = self._rate_of(requests)
         verified = np.zeros(requests, dtype=np.int64)
         if self._trees is not None:
-            verified = self._trees.cut(chances, chains, needed, self._forwards - 1)
+            given = chances, chains, needed, self._forwards - 1
+            verified = self._trees.cut(*given, curve, rate)
         elif chains.any():
             of_chains = chances[chains, : self._depth]
             prices = prices or self._prices_of(requests, curve)

@@ -6,9 +6,11 @@ which nodes are kept.
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import numpy as np
 
-from dyntree_plugin.tree.budget.chains import SLACK, Limits, valued_counts
+from dyntree_plugin.tree.budget.chains import least_values, valued_counts
 from dyntree_plugin.tree.budget.choice import best_drafting
 from dyntree_plugin.tree.budget.worth import TreeWorth, batch_worth
 
@@ -32,27 +34,42 @@ class DrawnTreeChoice:
         """Draft forwards of the last choice."""
         self.rate: float | None = None
         """Tokens per second that were expected of it; None as long as trees are kept whole."""
-        self._worth = TreeWorth(forwards)
-        self._nodes = 0
+        self._worth: dict[int, TreeWorth] = {}
         self._choices = 0
 
     def choose(self, requests: int, row_seconds: np.ndarray, forward_seconds: float) -> None:
         """Choose for a step of ``requests``; the arguments are those of `best_drafting`."""
-        worth, self._choices = self._worth.table, self._choices + 1
+        known, self._choices = self._of(requests), self._choices + 1
+        worth = known.table
         if worth is None:
             return
         sizes = range(min(worth.shape[1], max((len(row_seconds) - 1) // requests, 1)))
         given = worth[:, : len(sizes)], requests, row_seconds, forward_seconds, sizes
         best = best_drafting(*given)
-        if self._worth.whole_trees < FIRST_TREES:
+        if known.whole_trees < FIRST_TREES:
             best = best_drafting(*given, range(self._most, self._most + 1))
         elif self._choices % FURTHER_EVERY == 0:
             further = min(self._most, best.forwards + FURTHER)
             best = best_drafting(*given, range(further, further + 1))
-        self.forwards, self._nodes, self.rate = best.forwards, best.nodes, best.rate
+        self.forwards, self.rate = best.forwards, best.rate
+
+    def _of(self, requests: int) -> TreeWorth:
+        """Return what is known of batches of about this size, at first that of the most similar."""
+        kind = requests.bit_length()
+        if kind not in self._worth:
+            nearest = min(self._worth, key=lambda other: abs(other - kind), default=None)
+            known = TreeWorth(self._most) if nearest is None else deepcopy(self._worth[nearest])
+            self._worth[kind] = known
+        return self._worth[kind]
 
     def cut(
-        self, chances: np.ndarray, drawn: np.ndarray, needed: np.ndarray, forwards: int
+        self,
+        chances: np.ndarray,
+        drawn: np.ndarray,
+        needed: np.ndarray,
+        forwards: int,
+        row_seconds: np.ndarray,
+        rate: float | None,
     ) -> np.ndarray:
         """Return how many nodes to verify of trees that were drawn, int64 [R]; 0 of others. Learn.
 
@@ -61,14 +78,16 @@ class DrawnTreeChoice:
             drawn: bool [R].
             needed: [R, N], draft forwards that each node needs.
             forwards: that the trees were drafted with.
+            row_seconds: as in `choose`, without what is beside verification.
+            rate: average tokens per second of earlier steps.
         """
         requests, nodes = chances.shape
         counts = np.zeros(requests, dtype=np.int64)
-        limits = Limits(0.0, requests * nodes)
-        if self.rate is not None and self._worth.table is not None:
-            row = self._worth.table[self.forwards]
-            last = row[self._nodes] - row[self._nodes - 1] if self._nodes else 1.0
-            limits = Limits(SLACK * float(last), requests * self._nodes)
-        counts[drawn] = valued_counts(chances[drawn], limits)
-        self._worth.observe(batch_worth(chances, needed, forwards), requests)
+        known, rate = self._of(requests), rate or self.rate
+        least = np.zeros(requests * nodes)
+        if self.rate is not None and rate is not None and known.table is not None:
+            mean = np.diff(known.table[self.forwards]).repeat(requests)
+            least = least_values(mean, requests, row_seconds, rate)
+        counts[drawn] = valued_counts(chances[drawn], least)
+        known.observe(batch_worth(chances, needed, forwards), requests)
         return counts

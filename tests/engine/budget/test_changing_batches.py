@@ -1,4 +1,4 @@
-"""A simulation: drawn chains in batches that change.
+"""A simulation: batches that change, and drawn chains.
 
 Whatever the budget learned of one number of requests, it has to choose well for the next within 200
 steps. Seconds are those of `World`, so no machine's speed decides a test.
@@ -12,7 +12,19 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from test_regret import Curve, World, by_blocks, cost, dear_from_9, decoding, flat, larger, steep
+from test_regret import (
+    RUNS,
+    Curve,
+    World,
+    by_blocks,
+    cost,
+    dear_from_9,
+    decoding,
+    flat,
+    larger,
+    one_size,
+    steep,
+)
 
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.tree.budget import row_cost
@@ -20,6 +32,7 @@ from dyntree_plugin.tree.budget.row_cost import RowCost
 
 DEPTH, FORWARD, STEPS = 8, 0.0015, 200
 BATCHES = (4, 1, 4, 16)
+CURVES = (flat, steep, by_blocks, larger)
 
 
 class Chains(World):
@@ -86,7 +99,7 @@ def worst(world: Chains, seen: int = STEPS // 2) -> float:
 
 
 @pytest.mark.parametrize("believed", [flat, steep, dear_from_9])
-@pytest.mark.parametrize("seconds", [flat, steep, by_blocks, larger])
+@pytest.mark.parametrize("seconds", CURVES)
 def test_drawn_chains_lose_to_no_fixed_chain_when_the_batch_changes(
     seconds: Curve, believed: Curve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,3 +127,16 @@ def test_shuffled_chances_lose(monkeypatch: pytest.MonkeyPatch) -> None:
         run_chains(world, steep, partial(np.roll, shift=turned, axis=0))
         made.append(world.of_best(STEPS // 2, STEPS))
     assert made[1] < made[0] - 0.03
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("seconds", CURVES)
+def test_trees_lose_to_no_fixed_size_when_the_batch_changes(
+    seconds: Curve, run: Callable[[World, Curve], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 3 %; with one size per step, within 5 %."""
+    world = World(seconds, FORWARD, (4, 1, 4), STEPS // 2, monkeypatch)
+    run(world, seconds)
+    least = 0.95 if run is one_size else 0.97
+    for end in range(STEPS // 2, len(world.trees) + 1, STEPS // 2):
+        assert world.of_best(end - STEPS // 4, end) > least

@@ -28,7 +28,7 @@ from dyntree_plugin.engine.step.requests import COLUMNS, Requests
 from dyntree_plugin.engine.step.sampled_walk import SampledWalk
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.engine.step.verify import TreeVerifier
-from dyntree_plugin.tree.budget.chains import Limits, Prices, level_counts, valued_counts
+from dyntree_plugin.tree.budget.chains import Prices, level_counts, valued_counts
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.shape import TreeShape
@@ -175,7 +175,7 @@ class Trees(Engine):
     """As `Engine`, with drawn trees."""
 
     plan: TreePlan = TREES
-    cut: ClassVar[Any] = partial(valued_counts, limits=Limits(0.2, 5))
+    cut: ClassVar[Any] = partial(valued_counts, least=np.full(5, 0.2))
     chains: ClassVar[bool] = False
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from dyntree_plugin.tree.budget.chains import (
     ChainRatio,
-    Limits,
     Prices,
     going_on,
+    least_values,
     level_counts,
     valued_counts,
 )
@@ -73,13 +73,14 @@ def test_whether_a_node_of_a_drawn_tree_is_verified_depends_on_no_node_of_less_v
     """What a node draws changes the values of such nodes."""
     made = np.random.default_rng(seed)
     chances = -np.sort(-made.random((5, 6)), axis=1)
-    limits = Limits(float(made.random() * 0.5), int(made.integers(1, 30)))
-    counts = valued_counts(chances, limits)
-    assert 0 < counts.sum() <= limits.nodes
-    assert (chances[np.arange(6) < counts[:, None]] >= limits.least).all()
+    least = np.sort(made.random(20)) * 0.8
+    counts = valued_counts(chances, least)
+    assert 0 < counts.sum() <= 20
+    kept = np.sort(chances[np.arange(6) < counts[:, None]])[::-1]
+    assert (kept >= least[: len(kept)]).all()
     for value in chances.ravel():
         other = np.where(chances < value, -np.sort(-value * made.random((5, 6))), chances)
-        again = np.arange(6) < valued_counts(other, limits)[:, None]
+        again = np.arange(6) < valued_counts(other, least)[:, None]
         before = np.arange(6) < counts[:, None]
         assert (again == before)[chances >= value].all()
 
@@ -108,3 +109,14 @@ def test_the_first_rate_is_that_of_the_best_length(forward: float) -> None:
     ]
     assert found.rate(2, 8, seconds, forward) == pytest.approx(max(rates))
     assert found.rate(2, 1, seconds, forward) == pytest.approx(max(rates[:2]))
+
+
+def test_limits_fill_a_block_of_rows() -> None:
+    """Where the next block does not pay, its first row is dear, and those of this one are cheap."""
+    seconds, usual = 0.1 * (1 + np.arange(60) // 16), 0.8 ** np.arange(1, 41)
+    least = least_values(usual, 1, seconds, 20.0)
+    assert (least[:14] < 0.01).all()
+    assert least[14] > usual[14]
+    cheap = least_values(usual, 1, seconds, 1.0)
+    assert cheap[14] < usual[14]
+    assert len(least_values(usual, 1, seconds[:9], 20.0)) == 7

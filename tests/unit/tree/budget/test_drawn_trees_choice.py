@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from dyntree_plugin.tree.budget.drawn_trees import DrawnTreeChoice
 from dyntree_plugin.tree.budget.worth import batch_worth
@@ -26,7 +27,7 @@ def run(seconds: np.ndarray, forward: float, steps: int = 60) -> tuple[int, int]
     for _ in range(steps):
         found.choose(1, seconds, forward)
         values, needed = tree(found.forwards)
-        count = found.cut(values, drawn, needed, found.forwards)
+        count = found.cut(values, drawn, needed, found.forwards, seconds, None)
     return found.forwards, int(count[0])
 
 
@@ -46,25 +47,40 @@ def test_rows_that_become_cheap_bring_forwards_and_nodes_back() -> None:
         for _ in range(80):
             found.choose(1, seconds, 1e-4)
             values, needed = tree(found.forwards)
-            count = found.cut(values, drawn, needed, found.forwards)
+            count = found.cut(values, drawn, needed, found.forwards, seconds, None)
         chosen.append((found.forwards, int(count[0])))
     assert max(chosen[0]) < 5
     assert chosen[1] == (FORWARDS, NODES)
 
 
-def test_what_a_step_draws_decides_about_later_steps_alone() -> None:
-    """Control: the next step's choice follows."""
-    found, drawn = DrawnTreeChoice(FORWARDS), np.array([True])
+def test_a_tree_with_better_nodes_than_usual_keeps_more_of_them() -> None:
+    """Control: a worse one keeps fewer. How far it was drafted was decided before."""
+    seconds, drawn = 0.1 + 0.02 * np.arange(40), np.array([True])
+    found = DrawnTreeChoice(FORWARDS)
     for _ in range(20):
-        found.choose(1, 0.1 + 0.01 * np.arange(40), 1e-3)
+        found.choose(1, seconds, 1e-3)
         values, needed = tree(found.forwards)
-        found.cut(values, drawn, needed, found.forwards)
-    limit = found.cut(values, drawn, needed, found.forwards)[0]
-    rich = np.full_like(values, 0.99)
-    for _ in range(30):
-        assert found.cut(rich, drawn, needed, found.forwards)[0] <= limit + 1
-    found.choose(1, 0.1 + 0.01 * np.arange(40), 1e-3)
-    assert found.cut(rich, drawn, needed, found.forwards)[0] > limit + 1
+        usual = found.cut(values, drawn, needed, found.forwards, seconds, None)[0]
+    given, forwards = (drawn, needed, found.forwards, seconds, None), found.forwards
+    assert found.cut(values**0.5, *given)[0] > usual > found.cut(values**2, *given)[0]
+    assert found.forwards == forwards
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_batches_of_other_sizes_are_learned_apart(requests: int) -> None:
+    """Control: one of the same size is believed."""
+    found, seconds = DrawnTreeChoice(FORWARDS), 0.1 + 0.02 * np.arange(40)
+    for each, chances in ((4, VALUES[None].repeat(4, axis=0)), (requests, VALUES[None] ** 4)):
+        for _ in range(60):
+            found.choose(each, seconds, 1e-4)
+            whole = chances.repeat(each // len(chances), axis=0)
+            needed = np.zeros(whole.shape, dtype=int)
+            found.cut(whole, np.ones(each, dtype=bool), needed, FORWARDS, seconds, None)
+    expected = found.rate
+    found.choose(4, seconds, 1e-4)
+    assert found.rate is not None
+    assert expected is not None
+    assert (found.rate > 1.2 * expected) == (requests == 1)
 
 
 def test_the_best_nodes_of_a_batch_are_worth_what_they_add_to_each_request() -> None:
