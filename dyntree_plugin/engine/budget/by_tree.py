@@ -117,8 +117,6 @@ class TreeBudget:
             seen = np.array([trees.tokens / requests, trees.seconds])
             self._usual[kind] = seen if usual is None else usual + STEP * (seen - usual)
         self._rate = self._rate_of(requests)
-        if self._trees is not None and self._trees.rate is not None:
-            self._rate = self._trees.rate
         if self._trees is None and chains.all():
             self._rows = requests
         rows = int(verified.sum()) + requests

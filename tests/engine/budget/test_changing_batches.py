@@ -119,6 +119,20 @@ def test_frozen_costs_lose(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worst(world) < 0.95
 
 
+@pytest.mark.parametrize("seconds", CURVES)
+def test_trying_what_is_not_known_costs_less_than_one_percent(
+    seconds: Curve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where start-up was right, so that there is nothing to find."""
+    made = []
+    for tried in (row_cost.OPTIMISM, 0.0):
+        monkeypatch.setattr(row_cost, "OPTIMISM", tried)
+        world = Chains(seconds, (4, 1), monkeypatch)
+        run_chains(world, seconds)
+        made.append(np.array([world.of_best(0, STEPS), world.of_best(STEPS, 2 * STEPS)]))
+    assert (made[0] > 0.99 * made[1]).all()
+
+
 def test_shuffled_chances_lose(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: chains are cut by the chances of another text, whose average is the same."""
     made = []
