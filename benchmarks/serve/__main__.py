@@ -14,12 +14,13 @@ from typing import Annotated, Any, Literal
 import typer
 
 from benchmarks.serve import exact, shapes
+from benchmarks.serve import published as published_models
 from dyntree_plugin import pair
 from dyntree_plugin.commands.arguments import KINDS, embedded
 from dyntree_plugin.commands.bench.command import serve
 from dyntree_plugin.commands.bench.session import Extras
 from dyntree_plugin.commands.loads.pool import Start
-from dyntree_plugin.commands.loads.requests import ALLOWED
+from dyntree_plugin.commands.loads.requests import ALLOWED, Request
 from dyntree_plugin.commands.loads.runs import Engine
 from dyntree_plugin.commands.vocabulary import option
 from dyntree_plugin.options.options import MOST_NODES
@@ -53,6 +54,17 @@ def main(
             "Measure Llama-3.1-8B with its EAGLE-3 head (--method eagle3) or MiMo-7B with its "
             "module (--method mtp) by shape: random weights, and drafts that are accepted as "
             "often as those of the embedded EAGLE-3 head.",
+        ),
+    ] = None,
+    published: Annotated[
+        Literal["smollm2", "gemma3"] | None,
+        option(
+            "--published",
+            "MODEL",
+            "Fetch a published model, smollm2 or gemma3, as `make real` does, and take it as "
+            "--target; its prompts are those of `make real` by kind, each a name for --prompts: "
+            f"{', '.join(published_models.KINDS)}, and {published_models.ALL}, which has all kinds "
+            "in turn.",
         ),
     ] = None,
     weights_at: Annotated[
@@ -110,7 +122,14 @@ def main(
         of_exact = exact_shape and (target_shape or look_ups or weights_at)
         if of_exact:
             raise ValueError("--exact-shape goes without --target-shape, --look-up, --weights-at")
+        if published and (target_shape or exact_shape or given["target"]):
+            raise ValueError(
+                "--published is the target: leave out --target, --target-shape and --exact-shape"
+            )
         grown, labels, remarks = _grown(target_shape, given)
+        sets: dict[str, list[Request]] = {}
+        if published is not None:
+            grown, labels, sets = published_models.words(published, given)
         if exact_shape is not None:
             grown, labels, remarks = _exact(exact_shape, given)
         around = None
@@ -122,6 +141,7 @@ def main(
             remarks.append(slow_weights.note(weights_at, engine.get("offload_prefetch_step", 1)))
         extras = Extras(
             labels=labels,
+            sets=sets,
             notes=[*remarks, *(notes or ())],
             samplings=[object_of("--sampling", each) for each in samplings or ["{}"]],
             look_ups=tuple(dict.fromkeys(look_ups or ())),

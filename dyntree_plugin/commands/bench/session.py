@@ -108,8 +108,9 @@ class Grid:
 class Extras:
     """What `benchmarks.serve` of the repository adds to a measurement.
 
-    ``labels``: names in the result for models in folders of this machine. ``samplings``: parameters
-    of all requests; every set is served with each. ``look_ups``: nodes of trees without a draft.
+    ``labels``: names in the result for models in folders of this machine. ``sets``: requests by the
+    names of their sets, which prevail over those of ``--prompts``. ``samplings``: parameters of all
+    requests; every set is served with each. ``look_ups``: nodes of trees without a draft.
     ``side_by_side``: engines kept at a time; None: as many as fit. ``around``: makes the context in
     which an engine's process starts the engine. ``starts``: makes, of all engines to be measured,
     what starts one of them, in place of `EngineProcess`. ``seconds_left``: until measurements must
@@ -117,6 +118,7 @@ class Extras:
     """
 
     labels: Mapping[str, str] = field(default_factory=dict)
+    sets: Mapping[str, Sequence[Request]] = field(default_factory=dict)
     notes: Sequence[str] = ()
     samplings: Sequence[Parameters] = ({},)
     look_ups: Sequence[int] = ()
@@ -164,8 +166,10 @@ def run(grid: Grid, contest: Contest, notes: Sequence[str], done: Done) -> Itera
     context = text_config_of(contest.models.target).max_position_embeddings
     tokenizer = tokenizer_of(contest.models.target)
     most = context - grid.max_tokens - max([0, *contest.budgets]) - 1
-    sets, longer = {}, 0
-    given = prompts.read_all(grid.sets, grid.prompts, tokenizer, grid.seed, chat=grid.chat)
+    sets, longer, own = {}, 0, contest.extras.sets
+    given = {name: list(own[name][: grid.prompts]) for name in grid.sets if name in own}
+    others = [name for name in grid.sets if name not in own]
+    given |= prompts.read_all(others, grid.prompts, tokenizer, grid.seed, chat=grid.chat)
     for name, read in given.items():
         sets[name], left_out = prompts.tokens(read, tokenizer, most, chat=grid.chat)
         longer += left_out
@@ -212,8 +216,8 @@ def _results(
 ) -> Iterator[Result]:
     """Yield a result for each list of series."""
     about = [
-        f"Medians of {grid.rounds} interleaved rounds ± half of the range; ratios are of the "
-        "times per token, within each round. Other tokens: those that differ from the first "
+        f"Medians of {grid.rounds} interleaved rounds ± standard error; ratios are of the times "
+        "per token, within each round. Other tokens: those that differ from the first "
         "engine's, at temperature 0.",
         *hidden(notes),
     ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import nan
-from statistics import median
+from math import nan, sqrt
+from statistics import median, stdev
 from typing import Any
 
 from dyntree_plugin.commands.bench.chains import kind_of
@@ -16,16 +16,23 @@ from dyntree_plugin.options.options import NAMESPACE
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, smallest and largest value over the rounds."""
+    """Median, smallest and largest value over the rounds, and the standard error of their mean.
+
+    ``error`` is 0 for a single round.
+    """
 
     median: float
     low: float
     high: float
+    error: float
 
     @classmethod
     def of(cls, values: list[float]) -> Spread:
         """Return the spread of these values; NaN of none."""
-        return cls(median(values), min(values), max(values)) if values else cls(nan, nan, nan)
+        if not values:
+            return cls(nan, nan, nan, nan)
+        error = stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
+        return cls(median(values), min(values), max(values), error)
 
 
 @dataclass(frozen=True)

@@ -48,12 +48,12 @@ def loses(ratio: Spread) -> bool:
 
 
 def with_spread(spread: Spread) -> str:
-    """Return the median, and half of the range if there is one."""
+    """Return the median, and the standard error if the rounds differ."""
     if math.isnan(spread.median):
         return NONE
     if spread.low == spread.high:
         return f"{spread.median:.2f}"
-    return f"{spread.median:.2f} ±{(spread.high - spread.low) / 2:.2f}"
+    return f"{spread.median:.2f} ±{spread.error:.2f}"
 
 
 def remarks(result: Result, cell: Cell) -> Iterator[str]:

@@ -116,6 +116,6 @@ def _legend(result: Result) -> str:
     first = result.engines[0].name
     return (
         f"tokens/step: of one request; speed-up: over {first}; × best chain: over the best chain "
-        "of the table. Both compare times per token. ±: half of the range over the rounds. Red: "
+        "of the table. Both compare times per token. ±: standard error over the rounds. Red: "
         "slower."
     )

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -13,10 +14,14 @@ from typing import Any, Self
 import pytest
 from command_lines import ran, ran_benchmark
 
+from benchmarks.real.models import MODELS
 from benchmarks.serve import __main__ as benchmark
+from benchmarks.serve import published
+from dyntree_plugin import pair
 from dyntree_plugin.commands.bench import session
 from dyntree_plugin.commands.bench.results import Result, read, write
 from dyntree_plugin.commands.ending import Ended
+from dyntree_plugin.commands.engine import tokenizer_of
 from dyntree_plugin.commands.loads import pool
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.pool import EngineProcess
@@ -83,6 +88,36 @@ def test_complete_runs_are_written_and_shown_whatever_ends_the_measurement(
     assert missing in found.notes
     for text in ("dynamic tree of 16", "speed-up", missing):
         assert text in " ".join(done.stdout.split())
+
+
+def test_prompts_of_a_published_model_are_served_by_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[Load] = []
+
+    class Recording(FakePool):
+        def serve(self, load: Load) -> tuple[Run, list[list[int]]]:
+            served.append(load)
+            return super().serve(load)
+
+    plain = replace(MODELS["smollm2"], chat=False)
+    monkeypatch.setattr(published, "MODELS", {"smollm2": plain})
+    monkeypatch.setattr(published, "fetched", lambda _: pair.paths()["target"])
+    monkeypatch.setattr(session, "Pool", Recording(99, RuntimeError()))
+    path = tmp_path / "result.json"
+    line = ["--published", "smollm2", "--method", "ngram", "--chain", "n-gram:8", "--rounds", "1"]
+    asked = ["--prompts", "chat", "--prompts", "all", "--num-prompts", "2", "--batch", "1"]
+    done = ran_benchmark(*line, *asked, "--temperature", "0", "--output", str(path))
+    assert done.exit_code == 0, done.output
+    found = read(path)
+    assert [cell.prompts for cell in found.cells()] == ["chat", "all"]
+    tokenizer = tokenizer_of(str(pair.paths()["target"]))
+    texts = [[tokenizer.decode(each.prompt) for each in load.requests] for load in served[:2]]
+    sets = published.sets()
+    first, code = sets["chat"][0].prompt, sets["code"][0].prompt
+    assert texts == [[first, sets["chat"][1].prompt], [first, code]]
+    # No folder of this machine is in the result.
+    assert str(pair.paths()["target"]) not in path.read_text()
 
 
 def test_measurements_that_would_exceed_the_time_limit_are_left_out_and_named(

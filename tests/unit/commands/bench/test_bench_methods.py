@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from command_lines import ran, ran_benchmark
 
-from benchmarks.serve import shapes
+from benchmarks.serve import published, shapes
 from dyntree_plugin import pair
 from dyntree_plugin.commands.arguments import Method
 from dyntree_plugin.commands.bench import command, plan, session
@@ -166,6 +166,26 @@ def test_a_grown_target_gets_a_grown_head(asked: Asked, monkeypatch: pytest.Monk
     assert models.labels["/grown/head"] == "the embedded EAGLE-3 head as llama-1b"
     models = asked("--target-shape", "llama-1b", benchmark=True)[0].models
     assert (models.target, models.draft) == ("/grown/target", "/pair/draft")
+
+
+def test_a_published_model_brings_its_prompts_by_kind(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published, "fetched", lambda model: GROWN / model.name)
+    monkeypatch.setattr(command, "check_models", lambda *_: None)
+    told = ("--published", "smollm2", "--method", "ngram")
+    contest, _ = asked(*told, benchmark=True)
+    assert contest.models.target == "/grown/SmolLM2-135M-Instruct"
+    assert contest.models.labels[contest.models.target] == "SmolLM2-135M-Instruct"
+    sets = contest.extras.sets
+    assert {name: len(requests) for name, requests in sets.items()} == {
+        "chat": 12, "code": 12, "summary": 12, "quotes": 12, "JSON": 12, "all": 60,
+    }  # fmt: skip
+    # Kinds take turns, and what has a schema keeps it.
+    assert sets["all"][:5] == [sets[kind][0] for kind in published.KINDS]
+    assert sets["JSON"][0].sampling["structured_outputs"]["json"]
+    with pytest.raises(ValueError, match="--published is the target: leave out --target"):
+        asked(*told, "--target", "other", benchmark=True)
 
 
 def test_look_up_is_scheduled_asynchronously_where_there_is_a_device(

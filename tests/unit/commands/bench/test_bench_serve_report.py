@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.serve import plots
-from dyntree_plugin.commands.bench import overview, summary, terminal
+from dyntree_plugin.commands.bench import overview, summary, table, terminal
 from dyntree_plugin.commands.bench.chains import serves
 from dyntree_plugin.commands.bench.results import Cell, Result, Series, read
 from dyntree_plugin.commands.loads.runs import Engine, Run, Speculation
@@ -225,3 +225,8 @@ def test_the_overview_has_a_line_per_engine_and_a_ratio_per_cell() -> None:
     assert (temperatures, batches) == (["T", "0", "T", "1"], ["B", "1", "B", "8"])
     (line,) = [x for x in stream.getvalue().splitlines() if x.startswith("dynamic tree of 4 ")]
     assert line.count("2.50") == 2
+
+
+def test_beside_a_median_stands_the_standard_error_of_the_rounds() -> None:
+    shown = [table.with_spread(summary.Spread.of(times)) for times in ([2.0], [3, 1, 2], [1, 3])]
+    assert shown == ["2.00", "2.00 ±0.58", "2.00 ±1.00"]
