@@ -9,7 +9,7 @@ help: ## Shows the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
 demo: .venv/engine ## Completes code with and without the tree, and draws a tree.
-	@$(BIN)/dyntree demo $(ARGS)
+	@$(BIN)/dyntree demo $(ARGS) && echo 'The same question to two published models: make real'
 
 real: .venv/engine ## Compares answers of published models with and without trees; downloads the models.
 	@$(BIN)/python -m benchmarks.real $(ARGS)
