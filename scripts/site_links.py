@@ -77,16 +77,16 @@ def place(link: str, source: str, repo_url: str) -> str | None:
     return to and to + anchor
 
 
-def with_links(line: str, placed: Callable[[str], str | None]) -> str:
+def with_links(text: str, placed: Callable[[str], str | None]) -> str:
     """Give links their places. Without a place a link keeps its text, and a picture nothing."""
 
     def fitted(match: re.Match[str]) -> str:
-        text, to = with_links(match[2], placed), placed(match[3])
+        shown, to = with_links(match[2], placed), placed(match[3])
         if to is None:
-            return "" if match[1] else text
-        return f"{match[1]}[{text}]({to})"
+            return "" if match[1] else shown
+        return f"{match[1]}[{shown}]({to})"
 
-    return LINK.sub(fitted, line)
+    return LINK.sub(fitted, text)
 
 
 def indented(lines: list[str]) -> Iterator[str]:
@@ -114,11 +114,21 @@ def indented(lines: list[str]) -> Iterator[str]:
 
 
 def outside_code(lines: list[str], change: Callable[[str], str]) -> Iterator[str]:
-    fence = ""
+    """Yield the lines of code as they are, and what is between them, as one text, changed."""
+    fence, text = "", list[str]()
     for line in lines:
-        if match := FENCE.match(line):
+        match = FENCE.match(line)
+        if not match and not fence:
+            text.append(line)
+            continue
+        if text:
+            yield change("\n".join(text))
+            text = []
+        if match:
             fence = "" if fence == match[1] else fence or match[1]
-        yield line if fence else change(line)
+        yield line
+    if text:
+        yield change("\n".join(text))
 
 
 def fitted(page: str, source: str, repo_url: str) -> str:

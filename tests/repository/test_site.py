@@ -57,6 +57,7 @@ def test_every_relative_link_leads_to_a_page_a_picture_or_the_repository(
             assert (ROOT / path).is_dir() if kind == "tree" else (ROOT / path).is_file()
         elif name and not link.startswith("https://"):
             assert name in PAGES.values() or (ROOT / "docs" / name).is_file(), link
+            assert not name.startswith("../"), link
 
 
 def test_links_are_made_to_fit_the_place_of_the_page(fitted: Callable[..., str]) -> None:
