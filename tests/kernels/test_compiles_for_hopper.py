@@ -89,12 +89,14 @@ def of_growth(kernel: Any, warps: int, nodes: int, **constants: Any) -> dict[str
         *((drawn._draw_children, {"K": 8, "CHILDREN": 8, "KEPT": 64, "ENTRIES": 4096, **OF_DRAFT,
            "LEARNED": nodes > 64, "GRAFTS": 64, **each}) for nodes, each in SIZES),
         (gumbel._rank, {"BLOCK": gumbel._CANDIDATES, "K": 8, "NOISE": True}),
-        *((selection._hide, {"COLUMNS": 1024, **each}) for each in ({}, SM100)),
-        *((selection._drop, {"BLOCK": selection._SELECTED, **each}) for each in ({}, SM100)),
+        *((kernel, {"COLUMNS": 1024, **more, **each}) for each in ({}, SM100) for kernel, more in (
+            (selection._hide, {}), (selection._measure, {}),
+            (selection._drop, {"BLOCK": selection._SELECTED}))),
     ],
 )  # fmt: skip
 def test_the_small_kernels_compile_without_spills(kernel: Any, constants: dict[str, Any]) -> None:
-    warps = {gumbel._rank: 8, selection._hide: 1, drawn._draw_children: children.warps_for(4096)}
+    warps = {gumbel._rank: 8, drawn._draw_children: children.warps_for(4096)}
+    warps |= dict.fromkeys((selection._hide, selection._measure), 1)
     if kernel is traversal._accept:
         warps[kernel] = traversal.warps_for(constants["NODES"])
     used = compiled(kernel, warps.get(kernel, 4), **constants)

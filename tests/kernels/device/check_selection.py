@@ -113,6 +113,43 @@ def test_without_ancestor_bits_rows_select_others() -> None:
     assert not logits.equal(before)
 
 
+def test_the_rows_of_a_drafts_forward_stand_at_their_highest_bits() -> None:
+    """Every third row of each tree. Control: in the first columns they have other lengths."""
+    parents = trees()
+    whole = selectable(parents)
+    each = [range(0, len(tree), 3) for tree in parents]
+    first = whole.query_start_loc.tolist()
+    rows = [start + row for start, some in zip(first, each, strict=False) for row in some]
+    starts = torch.tensor([0, *map(len, each)]).cumsum(0).int().to(DEVICE)
+    most = torch.tensor([POSITIONS, POSITIONS, POSITIONS, 9, POSITIONS]).int().to(DEVICE)
+    may = Selectable(whole.ctx_lens, starts, whole.ancestor_bits[rows].contiguous(), 14)
+    logits, lengths = torch.zeros(len(rows), POSITIONS, device=DEVICE), starts.new_full((99,), 7)
+    may.hide(logits)
+    may.measure(lengths, most)
+    whole_lengths, seen = lengths_of(parents), visible(parents)
+    selected = torch.arange(POSITIONS).repeat(len(rows), 1).int().to(DEVICE)
+    may.drop(selected)
+    for at, row in enumerate(rows):
+        if 49 <= row < 56:  # the prompt's
+            assert lengths[at] == 7
+            continue
+        length = whole_lengths[row]
+        assert lengths[at] == min(length, 9 if 56 <= row < 62 else POSITIONS)
+        hidden = (~seen[row]).nonzero().flatten()
+        hidden = hidden[hidden < length].tolist()
+        assert (logits[at] == -torch.inf).nonzero().flatten().tolist() == hidden
+        assert (selected[at] < 0).nonzero().flatten().tolist() == hidden
+    assert (lengths[len(rows) :] == 7).all()
+    assert lengths[1] != CONTEXTS[0] + 2
+
+
+def test_no_logit_is_written_after_the_last_position() -> None:
+    whole, wide = selectable(trees()), torch.zeros(66, POSITIONS, device=DEVICE)
+    whole.hide(wide[:, : CONTEXTS[0] + 5])
+    assert wide[:40, : CONTEXTS[0] + 5].isinf().any()
+    assert not wide[:, CONTEXTS[0] + 5 :].isinf().any()
+
+
 def test_arrays_without_dense_rows_are_refused() -> None:
     may = selectable(trees())
     dense = "must be 2-D and contiguous in the last dimension"
