@@ -6,7 +6,7 @@ import json
 import math
 import resource
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
@@ -49,6 +49,10 @@ def main(
     minutes: Annotated[
         float, typer.Option(help="Time to serve. Parts that would begin later are left out.", min=1)
     ] = math.inf,
+    nodes: Annotated[int, typer.Option(help="Nodes of a tree.", min=1)] = answers.NODES,
+    drafts: Annotated[
+        bool, typer.Option("--draft", help="The model is its own draft, beside look-up.")
+    ] = False,
     same_bits: Annotated[
         bool,
         typer.Option(
@@ -73,7 +77,8 @@ def main(
     for folder in folders:
         for dtype in dtypes:
             end = began + 60 * minutes
-            found, greedy, served = _compared(folder, dtype, rounds, end, same_bits)
+            asked = {"nodes": nodes, "drafts": drafts, "same_bits": same_bits}
+            found, greedy, served = _compared(folder, dtype, rounds, end, asked)
             mode = ", exactness bits" if same_bits else ""
             which = {"model": folder.name, "dtype": f"{dtype}{mode}"}
             series += [
@@ -90,7 +95,12 @@ def main(
     minutes_in_all = (time.monotonic() - began) / 60
     notes.append(f"This call took {minutes_in_all:.0f} minutes, and {held:.1f} GiB per process.")
     print("\n".join([report.table(series), "", *notes]))  # noqa: T201
-    settings = {"nodes": answers.NODES, "at_once": prompts.AT_ONCE, "tokens": prompts.TOKENS}
+    settings = {
+        "nodes": nodes,
+        "drafts": drafts,
+        "at_once": prompts.AT_ONCE,
+        "tokens": prompts.TOKENS,
+    }
     result: dict[str, Any] = {
         "provenance": origin,
         "settings": {**settings, "rounds": rounds, "margins": MARGINS},
@@ -105,12 +115,15 @@ def main(
 
 
 def _compared(
-    folder: Path, dtype: str, rounds: int, end: float, same_bits: bool
+    folder: Path, dtype: str, rounds: int, end: float, asked: Mapping[str, Any]
 ) -> tuple[dict[tuple[str, float], judge.Count], judge.Greedy, str]:
-    """Serve what the journal lacks, and judge all of it; the last says how long it took."""
+    """Serve what the journal lacks, and judge all of it; the last says how long it took.
+
+    ``asked``: arguments of `answers.engines`.
+    """
     parts = prompts.parts(prompts.read(), tokenizer_of(str(folder)), rounds)
     longest = max(len(request.prompt) for part in parts for request in part.load.requests)
-    pair = answers.engines(folder, dtype, longest, same_bits=same_bits)
+    pair = answers.engines(folder, dtype, longest, **asked)
     journal = answers.Journal(cached("real") / "answers", pair, parts)
     left = [part for part in parts if part.name not in journal.found]
     in_time = takewhile(lambda _: time.monotonic() < end, left)
@@ -127,7 +140,9 @@ def _compared(
     seconds = [journal.found[part.name].seconds for part in known]
     plain, trees = (sum(each[side] for each in seconds) / 60 for side in (0, 1))
     return (
-        judge.counts(known, journal.found, reference, 0.0 if same_bits else MARGINS[dtype]),
+        judge.counts(
+            known, journal.found, reference, 0.0 if asked["same_bits"] else MARGINS[dtype]
+        ),
         judge.against_transformers(known, journal.found, reference),
         f"Serving {len(known)} of {len(parts)} parts took {plain:.0f} minutes without trees, and "
         f"{trees:.0f} with them.",

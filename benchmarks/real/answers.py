@@ -51,25 +51,33 @@ def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def engines(
-    model: Path, dtype: str, longest: int, *, same_bits: bool = False
+    model: Path,
+    dtype: str,
+    longest: int,
+    *,
+    nodes: int = NODES,
+    drafts: bool = False,
+    same_bits: bool = False,
 ) -> tuple[Engine, Engine]:
     """Return the engine without trees, and that with whole trees of look-up.
 
-    ``longest``: tokens of the longest prompt. With ``same_bits`` both have `exactness` bits: the
-    first gets requests that allow no nodes, and other batches.
+    ``longest``: tokens of the longest prompt. With ``drafts`` the model is its own draft, too. With
+    ``same_bits`` both have `exactness` bits: the first gets requests that allow no nodes, and other
+    batches.
     """
     shared: dict[str, Any] = {
         "model": str(model),
         "dtype": dtype,
-        "max_model_len": longest + TOKENS + NODES + 1,
+        "max_model_len": longest + TOKENS + nodes + 1,
         "max_num_seqs": AT_ONCE,
         "kv_cache_memory_bytes": _CACHE_BYTES,
         "enable_prefix_caching": True,
         "disable_log_stats": False,
         "use_tqdm_on_load": False,
     }
+    draft = {"method": "draft_model", "model": str(model)} if drafts else {"method": "ngram"}
     trees: dict[str, Any] = {
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": NODES},
+        "speculative_config": {**draft, "num_speculative_tokens": nodes},
         "additional_config": {NAMESPACE: {"budget": "fixed"}},
     }
     without: dict[str, Any] = {}
@@ -78,7 +86,7 @@ def engines(
         without = trees | {"max_num_seqs": _FEWER_AT_ONCE}
     return (
         Engine(name="no speculation", kind="plain", budget=0, arguments=shared | without),
-        Engine(name="trees", kind="dynamic tree", budget=NODES, arguments=shared | trees),
+        Engine(name="trees", kind="dynamic tree", budget=nodes, arguments=shared | trees),
     )
 
 

@@ -182,6 +182,13 @@ def test_the_same_bits_are_asked_of_other_batches_without_nodes(tmp_path: Path) 
         assert smaller == same_bits
 
 
+def test_a_model_may_be_its_own_draft(tmp_path: Path) -> None:
+    plain, trees = answers.engines(tmp_path, "bfloat16", 8, nodes=64, drafts=True)
+    wanted = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 64}
+    assert trees.arguments["speculative_config"] == wanted
+    assert trees.arguments["max_model_len"] == plain.arguments["max_model_len"] == 8 + 32 + 64 + 1
+
+
 def test_the_table_sums_the_kinds_of_a_model() -> None:
     zero = asdict(judge.Count()) | {"model": "M", "dtype": "float32", "temperature": 0.0}
     of_chat = {"kind": "chat", "answers": 2, "tokens": 8, "ties": 1, "later": 6, "steps": 4}
