@@ -38,7 +38,13 @@ _RECURRENT = Targets("is_hybrid", lambda m: m.is_hybrid)
 
 _REFUSALS = (
     _RECURRENT.other_than(TARGETS),
-    *_RECURRENT.uncompared("mamba_cache_dtype"),
+    _RECURRENT.refusal(
+        "mamba_cache_dtype",
+        lambda c: c.cache_config.mamba_cache_dtype,
+        lambda dtype: dtype != "auto",
+        "a node's convolution reads its ancestors' inputs as they are, and decoding reads them in "
+        "this type; set that of states alone, by --mamba-ssm-cache-dtype",
+    ),
     _RECURRENT.refusal(
         "prefix_match_unit",
         lambda c: c.cache_config.prefix_match_unit,
@@ -64,6 +70,13 @@ _REFUSALS = (
         bool,
         "an accepted path advances whole states; leave --use-replayssm out",
     ),
+    _RECURRENT.refusal(
+        "enable_prefix_caching, pipeline_parallel_size",
+        lambda c: (c.cache_config.enable_prefix_caching, c.parallel_config.pipeline_parallel_size),
+        lambda found: found[0] and found[1] > 2,
+        "with a prefix cache, more than 2 stages were not compared with decoding without trees; "
+        "set it to 2, or --no-enable-prefix-caching",
+    ),
 )
 _ON_CUDA = (
     _RECURRENT.refusal(
@@ -76,21 +89,9 @@ _ON_CUDA = (
 )
 
 
-def _cached_in_stages(most: int) -> Refusal:
-    return _RECURRENT.refusal(
-        "enable_prefix_caching, pipeline_parallel_size",
-        lambda c: (c.cache_config.enable_prefix_caching, c.parallel_config.pipeline_parallel_size),
-        lambda found: found[0] and found[1] > most,
-        f"with a prefix cache, more than {most} were not compared with decoding without trees; "
-        f"set it to {most}, or --no-enable-prefix-caching",
-    )
-
-
 def state_refusals(device_type: str) -> tuple[Refusal, ...]:
     """Return checks of ``VllmConfig``."""
-    if device_type == "cuda":
-        return (*_REFUSALS, *_ON_CUDA, _cached_in_stages(1))
-    return (*_REFUSALS, _cached_in_stages(2))
+    return (*_REFUSALS, *_ON_CUDA) if device_type == "cuda" else _REFUSALS
 
 
 def tree_refusals(vllm_config: Any, node_budget: int, device_type: str) -> Iterator[str]:

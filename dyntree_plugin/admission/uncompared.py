@@ -41,9 +41,6 @@ _OPTIONS = {
     "uses_mrope": _Row(lambda c: c.model_config.uses_mrope, bool, "use another model"),
     "enable_lora": _Row(lambda c: c.lora_config is not None, bool, "leave it out"),
     "kv_transfer_config": _Row(lambda c: c.kv_transfer_config is not None, bool, "leave it out"),
-    "mamba_cache_dtype": _Row(
-        lambda c: c.cache_config.mamba_cache_dtype, lambda dtype: dtype != "auto", "leave it out"
-    ),
 }
 
 

@@ -17,6 +17,7 @@ from sabotage_of_states import (  # noqa: F401
     commit_dropped,
     commit_of_another_forward,
     commit_of_the_latest_forward,
+    end_of_block_dropped,
 )
 
 BROKEN = ("without_paths_of_earlier_stages", "without_trees_of_earlier_stages")

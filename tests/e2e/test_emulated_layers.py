@@ -250,17 +250,25 @@ def test_what_is_broken_changes_tokens(
     assert served(kind).differing(broken) > 0
 
 
+STAGED = {
+    "nemotron_h": ("commit_dropped", "commit_of_another_forward"),
+    "nemotron_h, cached": ("commit_dropped", "end_of_block_dropped"),
+    "qwen3_next, cached": ("commit_dropped", "end_of_block_dropped"),
+}
+"""Targets whose layers are split among stages, and what breaks the earlier one: it advances no
+states, or by what another forward has read, or keeps none at the end of a block."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["nemotron_h"])
+@pytest.mark.parametrize("kind", STAGED)
 def test_a_pipeline_of_two_stages_gives_the_tokens_without_trees(
     kind: str, tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
-    """Control: an earlier stage that advances no states, or by what another forward has read."""
     run, without, trees, _ = _engines(kind, tmp_path)
-    # So few tokens that two batches are under way.
-    few = {"max_num_batched_tokens": 2 * (NODES + 1)}
-    broken = ("commit_dropped", "commit_of_another_forward")
-    runs = {"sound": run} | {each: replace(run, sabotage=each) for each in broken}
+    cached = kind.endswith("cached")
+    # Without a cache, so few tokens that two batches are under way.
+    few = {"num_gpu_blocks_override": 44} if cached else {"max_num_batched_tokens": 2 * (NODES + 1)}
+    runs = {each: replace(run, sabotage=each) for each in STAGED[kind]} | {"sound": run}
     found = serve_emulated_in_stages(trees | few, runs)
     plain = by_request(run, serve_right(without, {"": run})[""])
     differing = {name: len(mismatches(run, result, plain)) for name, result in found.items()}
@@ -268,3 +276,4 @@ def test_a_pipeline_of_two_stages_gives_the_tokens_without_trees(
     assert differing.pop("sound") == 0
     assert all(differing.values())
     assert accepted_per_step(found["sound"]) > 0.3
+    assert any(output.cached for output in found["sound"].outputs if output) == cached

@@ -97,9 +97,9 @@ def test_on_cuda_more_is_refused(admitted: VllmConfig) -> None:
     config = _without_prefix_cache(cached)
     served = [_hybrid(cached, architecture) for architecture in states.TARGETS]
     copied = changed(config, "offload_config.prefetch.offload_group_size", 2)
-    for each in (*served, _piped(_hybrid(config), 3), copied):
+    for each in (*served, _piped(_hybrid(cached)), _piped(_hybrid(config), 3), copied):
         admit(each, "cuda")
-    assert "or --no-enable-prefix-caching" in refusal_of(_piped(_hybrid(cached)), "cuda")
+    assert "or --no-enable-prefix-caching" in refusal_of(_piped(_hybrid(cached), 3), "cuda")
     named = "is_hybrid, offload_backend=(True, 'prefetch')"
     assert named in refusal_of(_hybrid(copied), "cuda")
 
