@@ -60,6 +60,13 @@ HEAD_REFUSALS = (
         "vLLM 0.32 cannot make the modules of Step-3.5; use vLLM 0.33, or look-up",
     ),
     Refusal(
+        "Gemma-4's assistant, pipeline_parallel_size",
+        lambda s: (s.use_gemma4_mtp(), s.target_parallel_config.pipeline_parallel_size),
+        lambda found: found[0] and found[1] > 1,
+        "it reads caches of the target's layers, and vLLM does not load it in a pipeline; use a "
+        "draft model, or look-up",
+    ),
+    Refusal(
         "use_local_argmax_reduction",
         lambda s: s.use_local_argmax_reduction,
         bool,

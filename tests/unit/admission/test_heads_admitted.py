@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from configurations import EAGLE3, WIDTH, Build, changed, refusal_of
+from configurations import EAGLE3, WIDTH, Build, admit, changed, refusal_of
 
 from dyntree_plugin.admission import fit, heads
 from dyntree_plugin.engine import configuration
@@ -112,6 +112,7 @@ CHANGES: dict[str, tuple[str, Any]] = {
     "use_local_argmax_reduction": ("use_local_argmax_reduction", True),
 }
 
+ASSISTANT = "Gemma-4's assistant, pipeline_parallel_size"
 UNTYPED = "layers without a type in layer_types"
 OF_STEP = {
     "architecture": "Step3p5MTP",
@@ -146,8 +147,17 @@ def test_modules_of_step_are_admitted_if_vllm_knows_the_types_of_their_layers(
     assert UNTYPED not in refusal_of(changed(cut, f"{path}.hf_config.mtp_layer_types", types))
 
 
+def test_an_assistant_is_refused_in_a_pipeline_alone(build: Build, head: Arguments) -> None:
+    path = "speculative_config.target_parallel_config.pipeline_parallel_size"
+    admitted = changed(build(**head()), "scheduler_config.scheduler_cls", None)
+    assistant = changed(admitted, "speculative_config.use_gemma4_mtp", lambda: True)
+    assert f"{ASSISTANT}=(True, 2)" in refusal_of(changed(assistant, path, 2))
+    for each in (assistant, changed(admitted, path, 2)):
+        admit(each)
+
+
 def test_every_refusal_of_heads_is_tested() -> None:
-    assert {each.option for each in heads.HEAD_REFUSALS} == {*CHANGES, UNTYPED}
+    assert {each.option for each in heads.HEAD_REFUSALS} == {*CHANGES, UNTYPED, ASSISTANT}
 
 
 def test_a_pool_of_a_head_and_a_draft_is_refused(build: Build, head: Arguments) -> None:
