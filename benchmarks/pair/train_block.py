@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 from benchmarks.pair import evaluate, train
 from benchmarks.pair.block import Block, block_config, load_block, new_block, save_block
 from benchmarks.pair.build import add_draft, of_text
+from benchmarks.pair.models import rounded
 from dyntree_plugin.pair.models import Shape, in_dtype
 from dyntree_plugin.tune.eagle import OfTarget, read_target
 from dyntree_plugin.tune.optimize import Schedule
@@ -46,7 +47,8 @@ def add_block(pair: Path, recipe: BlockRecipe, **where: Any) -> dict[str, Any]:
     """Train `pair`/dflash for `pair`/target, and add it as `add_draft` does, with `where`."""
 
     def make(target: Any, tokens: Any, written: Any, checkpoint: Any) -> Block:
-        save_block(train_block(target, tokens, written, recipe, checkpoint), pair / NAME)
+        trained = rounded(train_block(target, tokens, written, recipe, checkpoint))
+        save_block(trained, pair / NAME)
         return load_block(pair / NAME, target.get_input_embeddings().weight)
 
     said = asdict(recipe) | {"text": of_text(recipe.text)}

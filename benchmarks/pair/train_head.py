@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.pair import evaluate, train
 from benchmarks.pair.build import add_draft, of_text
+from benchmarks.pair.models import rounded
 from dyntree_plugin.pair.models import Shape, in_dtype
 from dyntree_plugin.tune import head as tune
 from dyntree_plugin.tune.eagle import (
@@ -54,7 +55,8 @@ def add_head(pair: Path, recipe: HeadRecipe, **where: Any) -> dict[str, Any]:
     """Train `pair`/eagle3 for `pair`/target, and add it as `add_draft` does, with `where`."""
 
     def make(target: Any, tokens: Any, written: Any, checkpoint: Any) -> Head:
-        save_head(train_head(target, tokens, written, recipe, checkpoint), pair / NAME)
+        trained = rounded(train_head(target, tokens, written, recipe, checkpoint))
+        save_head(trained, pair / NAME)
         return load_head(pair / NAME)
 
     said = asdict(recipe) | {"text": of_text(recipe.text)}

@@ -108,6 +108,16 @@ def test_the_wheel_has_the_packages_with_their_types_and_no_more(built: Built) -
     assert {name for name in tops if not name.endswith(".dist-info")} == {*PACKAGES}
 
 
+def test_the_wheel_has_the_models_that_commands_use_in_12_mb(built: Built) -> None:
+    here = PACKAGES["dyntree_plugin"] / "pair" / "weights"
+    there = built.unpacked / "dyntree_plugin" / "pair" / "weights"
+    models = {path.name for path in here.iterdir() if path.is_dir()}
+    assert {path.name for path in there.iterdir() if path.is_dir()} == models - {"second_draft"}
+    kept = [f"{name}/model.safetensors" for name in models - {"second_draft"}]
+    assert different(there, ["provenance.json", *kept], here) == []
+    assert built.wheel.stat().st_size <= 12_000_000
+
+
 def test_a_wheel_writes_the_dashboards_of_the_repository(built: Built, tmp_path: Path) -> None:
     bare = Environment(tmp_path, [built.unpacked])
     said = bare.dyntree("dashboards", "to here").stdout
