@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dyntree_plugin.admission.uncompared import Targets
 
-_BOTH_WAYS = Targets("is_mm_prefix_lm", lambda m: m.is_mm_prefix_lm)
 _GEMMA4 = Targets(
     "Gemma-4's is_mm_prefix_lm", lambda m: m.is_mm_prefix_lm and m.architecture.startswith("Gemma4")
 )
 
-IMAGE_REFUSALS = (
-    *_BOTH_WAYS.uncompared("enable_lora"),
-    *_GEMMA4.uncompared("pipeline_parallel_size"),
-)
+IMAGE_REFUSALS = (*_GEMMA4.uncompared("pipeline_parallel_size"),)
 """Checks of ``VllmConfig``."""

@@ -81,21 +81,22 @@ def write_adapter(
     return _written(folder, weights, targets)
 
 
-def adapter_of(folder: Path, seed: int, target: Path, modules: Sequence[str]) -> str:
-    """Write an adapter of all ``modules`` of these names that a checkpoint has; return its folder.
-
-    It adds as much to a row as `write_adapter`.
-    """
+def adapter_of(
+    folder: Path, seed: int, target: Path, modules: Sequence[str], scale: float = 0.1
+) -> str:
+    """Write an adapter of all ``modules`` of these names that a checkpoint has, but for those of a
+    vision tower; return its folder. ``scale`` as in `write_adapter`."""
     draws = torch.Generator().manual_seed(seed)
     weights = {}
     for name, stored in load_file(target / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in modules and stored.dim() == 2:
+        of_text = "vision_tower" not in name and stored.dim() == 2
+        if of_text and module.rpartition(".")[2] in modules:
             down = torch.randn(RANK, stored.shape[1], generator=draws)
             up = torch.randn(len(stored), RANK, generator=draws)
             key = f"base_model.model.{module}"
             weights[f"{key}.lora_A.weight"] = down / stored.shape[1] ** 0.5
-            weights[f"{key}.lora_B.weight"] = 0.1 * up / RANK**0.5
+            weights[f"{key}.lora_B.weight"] = scale * up / RANK**0.5
     return _written(folder, weights, modules)
 
 

@@ -55,7 +55,7 @@ class Request:
     The prompt is a text or its tokens, of which ``keep`` are used. With ``turns`` above 1, each
     answer is followed by a request whose prompt is the last prompt and its answer; the output is
     that of the last turn. ``adapter``: the folder of a LoRA adapter. ``images``: height, width and
-    seed of each of the prompt's images.
+    seed of each of the prompt's images. ``begun``: tokens of an answer that is continued.
     """
 
     prompt: str | list[int]
@@ -64,6 +64,7 @@ class Request:
     turns: int = 1
     adapter: str | None = None
     images: Sequence[Sequence[int]] = ()
+    begun: Sequence[int] = ()
 
     @property
     def key(self) -> str:
@@ -275,7 +276,7 @@ class Engine:
         tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if request.keep is not None and len(tokens) < request.keep:
             raise ValueError(f"the prompt has {len(tokens)} tokens, fewer than {request.keep}")
-        return tokens[: request.keep]
+        return [*tokens[: request.keep], *request.begun]
 
     def _batch(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,12 +19,16 @@ Noise = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class Place:
-    """The first token of an answer that differs; ``plain`` is the token without trees."""
+    """The first token of an answer that differs; ``plain`` is the token without trees.
+
+    ``begun``: the tokens of the answer before it, with which the ``context`` ends.
+    """
 
     request: Request
     context: list[int]
     plain: int
     other: int
+    begun: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ def _first(request: Request, output: Output | None, plain: Output) -> Place | No
     (own,), (wanted,) = output.tokens, plain.tokens
     for index, (other, token) in enumerate(zip(own, wanted, strict=False)):
         if other != token:
-            return Place(request, plain.prompt + wanted[:index], token, other)
+            before = wanted[:index]
+            return Place(request, plain.prompt + before, token, other, before)
     if len(own) != len(wanted):
         raise ValueError(f"{request}: the shorter answer is a prefix of the longer one")
     return None
@@ -84,25 +89,18 @@ def scoring(found: Sequence[Place], vocabulary: int) -> Run:
     params = {"max_tokens": 1, "temperature": 0.0, "logprobs": vocabulary}
     return Run(
         [
-            Request(
-                _asked(place.context, vocabulary) if place.request.images else place.context,
-                {**params, "allowed_token_ids": [token]},
-                images=place.request.images,
-            )
+            replace(_asked(place), params={**params, "allowed_token_ids": [token]})
             for place in found
             for token in (place.plain, place.other)
         ]
     )
 
 
-def _asked(context: Sequence[int], vocabulary: int) -> list[int]:
-    """Return a context with one placeholder for each image, whose token is no text's."""
-    before = [-1, *context]
-    return [
-        token
-        for token, last in zip(context, before, strict=False)
-        if token != last or token < vocabulary
-    ]
+def _asked(place: Place) -> Request:
+    """Return a request with this context, which holds more than a placeholder of an image."""
+    if not place.request.images:
+        return Request(place.context, {})
+    return replace(place.request, begun=place.begun)
 
 
 def scores_of(answers: Sequence[Output]) -> list[Scores]:

@@ -83,13 +83,14 @@ def with_adapters(
     draft: dict[str, Any],
     served: Run = LONG,
     modules: Sequence[str] = (),
+    scale: float = 0.1,
 ) -> Engines:
     """Two adapters of all linear layers, and none, in one batch. ``modules``: the names of those
-    layers, if they are not Llama's."""
+    layers, if they are not Llama's; ``scale``: what each then adds to a row of unit variance."""
     target = Path(plain["model"])
     folders = [target.with_name(f"{target.name} adapter {seed}") for seed in (1, 2)]
     written = [
-        adapter_of(folder, seed, target, modules)
+        adapter_of(folder, seed, target, modules, scale)
         if modules
         else write_adapter(folder, seed, target)
         for seed, folder in enumerate(folders, start=1)

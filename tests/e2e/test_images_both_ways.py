@@ -20,14 +20,16 @@ from typing import Any
 
 import pytest
 import workload
+from adapters import ATTENTION, MLP
 from comparison import accepted_per_step, by_request, mismatches
 from emulated_engine import Emulated, serve_emulated
 from engine_process import Request, Run
 from features import PROMPTS, SEEDS
 from gemma_targets import PLACEHOLDERS, assistant_of, gemma_target
-from random_engines import TIGHT, Engines, Target
+from random_engines import TIGHT, Engines, Target, with_adapters
 from references import TOLERANCE, from_transformers, with_images
 from slow import marked
+from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.e2e
 
@@ -88,6 +90,7 @@ ON_CPU = {
     "gemma3": ("look-up", "draft"),
     "gemma4": ("look-up", "assistant"),
 }
+ADAPTED = [module.split(".")[1] for module in (*ATTENTION, *MLP)]
 BROKEN = [(target, name) for target, (*_, names) in TARGETS.items() for name in names]
 
 
@@ -176,21 +179,38 @@ def test_the_stand_in_for_vllms_kernel_gives_what_that_gives() -> None:
     assert moved > 0.1
 
 
+def _at_the_end_of_a_step(kind: str, model: Path) -> Run:
+    """Images whose placeholder begins up to three tokens before a prompt's first chunk ends: those
+    tokens may be of no image yet."""
+    placeholder = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(PLACEHOLDERS[kind])
+    starts = (TIGHT["max_num_batched_tokens"] - within for within in (1, 2, 3))
+    params = {"temperature": 0, "max_tokens": 8, "allowed_token_ids": FEW}
+    prompts = ([*range(300, 300 + start), placeholder] for start in starts)
+    return Run([Request(each, params, images=[(60, 60, 0)]) for each in prompts], batch=1)
+
+
 def _engines_on_cpu(kind: str, model: Path) -> Engines:
     common, longer = OPTIONS | {"model": str(model)}, {"max_tokens": 32}
     run = Run([replace(each, params={**each.params, **longer}) for each in _requests(kind)])
     plain, once = workload.without_tree() | common, {"sound": run}
+    once["at the end of a step"] = _at_the_end_of_a_step(kind, model)
     moved, missed = (
         once | {name: replace(run, sabotage=name)}
         for name in ("without_kv_move", "without_paths_of_earlier_stages")
     )
     trees = {each: _trees(each, model, NODES[kind]) | TIGHT | common for each in ON_CPU[kind]}
     own = trees[ON_CPU[kind][1]]
+    roomy = {"max_num_seqs": 16, "max_num_batched_tokens": 16 * (NODES[kind] + 1)}
+    half = {"dtype": "bfloat16"}
     return {
         "plain": (plain, once),
         **{name: (each, moved) for name, each in trees.items()},
         "two ranks": (own, moved),
-        "two stages": (own, missed),
+        # vLLM loads no assistant there.
+        "two stages": (_trees("draft", model, NODES[kind]) | TIGHT | common, missed),
+        **with_adapters(plain, own | roomy, run, ADAPTED, scale=1),
+        "plain in bfloat16": (plain | half | {"max_logprobs": -1}, {"sound": run}),
+        "draft in bfloat16": (own | half, moved),
     }
 
 
@@ -214,7 +234,7 @@ def test_on_a_cpu_the_tokens_are_those_without_trees(
     kind: str, source: str, on_cpu: Callable[[str], Target]
 ) -> None:
     own = on_cpu(kind)
-    assert own.differing(source, "sound") == 0
+    assert not any(own.differing(source, name) for name in own.engines["plain"][1])
     if source == "assistant":  # What look-up guesses right here is a chain, which moves nothing.
         assert own.differing(source, "without_kv_move") > 0
     assert accepted_per_step(own.served(source)["sound"]) > 0.3
@@ -223,7 +243,10 @@ def test_on_a_cpu_the_tokens_are_those_without_trees(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "engine"),
-    [("gemma3", "two ranks"), ("gemma3", "two stages"), ("gemma4", "two ranks")],
+    [
+        *((kind, engine) for kind in ON_CPU for engine in ("two ranks", "adapters")),
+        ("gemma3", "two stages"),
+    ],
 )
 def test_on_a_cpu_other_engines_give_the_tokens_without_trees(
     kind: str, engine: str, on_cpu: Callable[[str], Target], tell: Callable[[str], None]
@@ -231,6 +254,20 @@ def test_on_a_cpu_other_engines_give_the_tokens_without_trees(
     own = on_cpu(kind)
     found = {name: own.differing(engine, name) for name in own.engines[engine][1]}
     tell(f"{kind}, {engine}: {found}")
-    assert found.pop("sound") == 0
+    assert not any(found.pop(name, 0) for name in own.engines["plain"][1])
     assert all(found.values())
     assert accepted_per_step(own.served(engine)["sound"]) > 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ON_CPU)
+def test_in_bfloat16_tokens_differ_by_rounding_alone(
+    kind: str, on_cpu: Callable[[str], Target], tell: Callable[[str], None]
+) -> None:
+    own = on_cpu(kind)
+    judged, engines = own.in_half(), ("draft in bfloat16", "plain in bfloat16")
+    moved = own.differing(engines[0], "without_kv_move", engines[1])
+    tell(f"{kind}: {judged}, without moves {moved}")
+    assert judged.unexcused == 0
+    assert judged.excused <= judged.requests // 5
+    assert moved > judged.excused

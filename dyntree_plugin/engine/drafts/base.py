@@ -134,6 +134,15 @@ class NodeProposals(TreeProposals, DraftModelSpeculator):
         """Position of a row, less that of its token."""
         return self.compose.trees.plan.shape.shift
 
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Load the draft, which reads no images.
+
+        For one that could, vLLM gathers them one token ahead of a step's end, where the scheduler
+        has encoded none for a draft model.
+        """
+        super().load_model(target_model)
+        self.supports_mm_inputs = False
+
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
         plan, shift = self.compose.trees.plan, self.row_shift
