@@ -101,20 +101,20 @@ def configure_scheduler(vllm_config: VllmConfig, device_type: str) -> None:
 def _choose_attention(vllm_config: VllmConfig, *, on_triton: bool = False) -> None:
     """Name a backend that carries trees where vLLM may prefer another, unless the user has.
 
-    That is so for latent attention, for images whose tokens see each other both ways, and
-    ``on_triton``: for drafts that read masks, and with `exactness` bits.
+    That is so for latent attention without an indexer, for images whose tokens see each other both
+    ways, and ``on_triton``: for drafts that read masks, and with `exactness` bits.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from dyntree_plugin.admission.cuda_backends import LATENT_CUDA_BACKENDS, SPARSE_CUDA_BACKENDS
+    from dyntree_plugin.admission.cuda_backends import LATENT_CUDA_BACKENDS
     from dyntree_plugin.admission.refusals import index_topk
     from dyntree_plugin.engine import configuration
 
     attention, model = vllm_config.attention_config, vllm_config.model_config
+    if model.use_mla and index_topk(model):
+        return  # All carry trees that vLLM may prefer.
     if attention.backend is None and (model.use_mla or model.is_mm_prefix_lm or on_triton):
-        serving = "TRITON_ATTN"
-        if model.use_mla:
-            (serving, *_) = SPARSE_CUDA_BACKENDS if index_topk(model) else LATENT_CUDA_BACKENDS
+        serving = LATENT_CUDA_BACKENDS[0] if model.use_mla else "TRITON_ATTN"
         attention.backend = AttentionBackendEnum[serving]
         configuration.mark_as_chosen(cast("SpeculativeConfig", vllm_config.speculative_config))
 

@@ -52,6 +52,7 @@ _SPARSE: dict[str, Any] = {
     "index_topk": 8,
     "index_n_heads": 2,
     "index_head_dim": 128,
+    "num_nextn_predict_layers": 1,
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -74,10 +75,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "indexer_rope_interleave": True,
         "index_topk_pattern": "FSF",
+        "index_share_for_mtp_iteration": True,
     },
 }
 """Configurations by model types: a router with a softmax, one with a sigmoid and a bias, that with
-an indexer, and that with a layer that shares what the layer before it has selected."""
+an indexer, and that with a layer that shares what the layer before it has selected, and with a
+module whose nodes share what their root has."""
 
 
 def latent_target(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Path:

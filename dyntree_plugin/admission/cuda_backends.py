@@ -16,8 +16,8 @@ LATENT_CUDA_BACKENDS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA")
 """Those for multi-head latent attention; they need 16-bit types. The first one runs on every GPU,
 the others on Hopper. The last one reads no quantised cache."""
 
-SPARSE_CUDA_BACKENDS = ("FLASHMLA_SPARSE",)
-"""Those for latent attention with an indexer."""
+SPARSE_CUDA_BACKENDS = ("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE", "FLASHINFER_MLA_SPARSE")
+"""Those for latent attention with an indexer; vLLM chooses among them on Hopper and Blackwell."""
 
 
 def _named(attention_backend: Any) -> str | None:

@@ -11,15 +11,15 @@ from dyntree_plugin.admission.uncompared import Targets
 SPARSE_TARGETS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """Architectures with an indexer (DSA) that trees pass on CUDA; in vLLM both are one class."""
 
+_SPARSE_MODULE = "DeepseekV32MTPModel"
+"""vLLM's class of their module of multi-token prediction."""
+
 _LATENT = Targets("use_mla", lambda m: m.use_mla)
 _SPARSE = Targets("index_topk", index_topk)
 
 SPARSE_ON_CUDA = (
     _SPARSE.other_than(SPARSE_TARGETS),
-    *_SPARSE.uncompared(
-        *("dtype", "pipeline_parallel_size", "kv_cache_dtype"),
-        *("kv_transfer_config", "enable_lora"),
-    ),
+    *_SPARSE.uncompared("dtype", "pipeline_parallel_size", "kv_transfer_config", "enable_lora"),
     _SPARSE.refusal(
         "attention_config.indexer_kv_dtype",
         lambda c: c.attention_config.indexer_kv_dtype,
@@ -66,11 +66,15 @@ LATENT_ON_CPU = (
 
 LATENT_DRAFT_REFUSALS = (
     Refusal(
-        "index_topk (target, draft)",
-        lambda s: (index_topk(s.target_model_config), index_topk(s.draft_model_config)),
-        any,
-        "drafts of targets with an indexer (DSA), and drafts with one, were not compared; use "
-        "look-up, method ngram_gpu",
+        "index_topk (target, draft), architecture (draft)",
+        lambda s: (
+            (index_topk(s.target_model_config), index_topk(s.draft_model_config)),
+            s.draft_model_config.architecture,
+        ),
+        lambda found: any(found[0]) and found[1] != _SPARSE_MODULE,
+        "of drafts of targets with an indexer (DSA), and of drafts with one, the module of "
+        "DeepSeek-V3.2 and GLM-5 alone was compared; use that, method mtp, or look-up, method "
+        "ngram_gpu",
     ),
     Refusal(
         "use_mla (target, draft)",

@@ -222,7 +222,8 @@ def test_the_users_own_openmp_is_kept(
         (False, None, False, True, "FLASH_ATTN", "FLASH_ATTN"),
         (True, None, False, False, None, "TRITON_MLA"),
         (True, None, False, False, "FLASHMLA", "FLASHMLA"),
-        (True, 2048, False, False, None, "FLASHMLA_SPARSE"),
+        (True, 2048, False, False, None, None),
+        (True, 2048, False, False, "FLASHMLA_SPARSE", "FLASHMLA_SPARSE"),
     ],
 )
 def test_on_cuda_vllm_chooses_attention_where_all_that_it_chooses_carries_trees(

@@ -13,6 +13,8 @@ from dyntree_plugin.engine.attention.kind import AttentionKind, named
 from dyntree_plugin.engine.layer_kinds import ANOTHER_MODEL
 
 _SPARSE = "vllm.models.deepseek_v32.attention.DeepseekV32Attention"
+_PACKED = "fp8_ds_mla"
+"""vLLM's layout of a quantised row with its scales, in which FLASHMLA_SPARSE keeps ``fp8``."""
 
 
 class LatentKind(AttentionKind):
@@ -44,7 +46,8 @@ class LatentKind(AttentionKind):
                 f"{ANOTHER_MODEL}"
             )
         dtype = layer.kv_cache_dtype
-        read = dtype in KV_CACHE_DTYPES and backend.supports_kv_cache_dtype(dtype)
+        served = (*KV_CACHE_DTYPES, _PACKED) if sparse else KV_CACHE_DTYPES
+        read = dtype in served and backend.supports_kv_cache_dtype(dtype)
         if dtype not in UNQUANTISED and not read:
             yield (
                 f"kv_cache_dtype={dtype!r} of latent attention is not supported on backend "

@@ -62,6 +62,18 @@ def masked(
     return [[MaskedGroup(**vars(each), tree_mask=mask) for each in some] for some in groups]
 
 
+def refresh(metadata: dict[str, Any] | None) -> None:
+    """Compute on the device what a forward's metadata derive from rows that were filled later.
+
+    Metadata of a mask ``in_place`` that do so have a method ``refresh``. Those of all widths may
+    share memory, so it is called before each forward.
+    """
+    made = {id(each): each for each in (metadata or {}).values()}
+    for each in made.values():
+        if (derive := getattr(each, "refresh", None)) is not None:
+            derive()
+
+
 def without_first(
     common: CommonAttentionMetadata, requests: int, rows: int
 ) -> CommonAttentionMetadata | None:

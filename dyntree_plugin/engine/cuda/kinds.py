@@ -9,6 +9,7 @@ from dyntree_plugin.engine.layer_kinds import LayerKind
 from dyntree_plugin.engine.states.kind import StateKind
 
 _ATTENTION = "dyntree_plugin.engine.attention"
+_SPARSE = f"{_ATTENTION}.sparse"
 _STATES = "dyntree_plugin.engine.states.cuda_layers"
 
 KINDS: tuple[LayerKind, ...] = (
@@ -29,11 +30,13 @@ KINDS: tuple[LayerKind, ...] = (
             "TRITON_MLA": f"{_ATTENTION}.latent_cuda.TreeTritonMLABackend",
             "FLASHMLA": f"{_ATTENTION}.latent_cuda.TreeFlashMLABackend",
             "FLASH_ATTN_MLA": f"{_ATTENTION}.latent_flash_attn.TreeFlashAttnMLABackend",
-            "FLASHMLA_SPARSE": f"{_ATTENTION}.sparse_cuda.TreeFlashMLASparseBackend",
+            "FLASHMLA_SPARSE": f"{_SPARSE}_cuda.TreeFlashMLASparseBackend",
+            "FLASH_ATTN_MLA_SPARSE": f"{_SPARSE}_flash_attn.TreeFlashAttnMLASparseBackend",
+            "FLASHINFER_MLA_SPARSE": f"{_SPARSE}_cuda.TreeFlashInferMLASparseBackend",
         },
         f"{_ATTENTION}.latent_cuda.latent_mover",
     ),
-    IndexerKind("cuda", {}, f"{_ATTENTION}.sparse_cuda.index_mover"),
+    IndexerKind("cuda", {}, f"{_SPARSE}_cuda.index_mover"),
     StateKind(
         {
             "MambaMixer2": f"{_STATES}.TreeMambaMixer2",

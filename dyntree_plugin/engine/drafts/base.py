@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 
 from dyntree_plugin.engine.agreement import sizes_alone
+from dyntree_plugin.engine.attention.metadata import refresh
 from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.step.draft import Drafter
 from dyntree_plugin.engine.step.records import Sampled, Step
@@ -164,7 +165,8 @@ def forward_context(
     metadata: dict[str, Any] | None,
     slots: dict[str, torch.Tensor] | None,
 ) -> AbstractContextManager[None]:
-    """Return vLLM's context of a forward over so many rows, without a graph."""
+    """Return vLLM's context of a forward over so many filled rows, without a graph."""
+    refresh(metadata)
     return set_forward_context(
         metadata,
         vllm_config,

@@ -10,6 +10,7 @@ from dyntree_plugin.engine.drafts.draft_model import TreeSpeculator
 from dyntree_plugin.engine.drafts.head import ContextSpeculator, HeadSpeculator
 from dyntree_plugin.engine.drafts.look_up import LookUpSpeculator
 from dyntree_plugin.engine.drafts.masked import PARDSpeculator, PEagleSpeculator
+from dyntree_plugin.engine.drafts.selecting import SelectingSpeculator
 from dyntree_plugin.tree.plan import TreePlan
 
 
@@ -29,6 +30,10 @@ def _scores_pairs(plan: TreePlan, speculation: Any) -> bool:
     return bool(plan.shape.block) and "DFlash2DraftModel" in architectures
 
 
+def _selects(speculation: Any) -> bool:
+    return bool(getattr(speculation.draft_model_config.hf_config, "index_topk", None))
+
+
 DRAFTERS = (
     Drafter(LookUpSpeculator, lambda plan, _: not plan.has_draft),
     Drafter(PARDSpeculator, _in_blocks("draft_model")),
@@ -37,6 +42,7 @@ DRAFTERS = (
     Drafter(BlockSpeculator, lambda plan, _: bool(plan.shape.block)),
     Drafter(TreeSpeculator, lambda plan, _: not plan.shape.head),
     Drafter(ContextSpeculator, lambda _, speculation: speculation.use_gemma4_mtp()),
+    Drafter(SelectingSpeculator, lambda _, speculation: _selects(speculation)),
     Drafter(HeadSpeculator, lambda *_: True),
 )
 """The first that serves a configuration drafts for it."""

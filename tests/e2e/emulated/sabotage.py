@@ -76,6 +76,13 @@ def half_moves(runner: Any) -> Iterator[None]:
 
 
 @contextmanager
+def scales_not_moved(runner: Any) -> Iterator[None]:
+    """Leave the scales of packed latent vectors where the tree put them."""
+    with _left(runner, lambda layer: layer.kv_cache[..., 512:528]):
+        yield
+
+
+@contextmanager
 def values_not_moved(runner: Any) -> Iterator[None]:
     """Leave values that are smaller than keys where the tree put them."""
     with _left(runner, lambda layer: layer.kv_cache[..., layer.head_size :]):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 from unittest.mock import MagicMock
 
 import torch
@@ -13,6 +15,7 @@ from emulated.attention import FLOAT8
 from emulated.device import PROCESSORS, recorded
 
 _SCALE_BYTES = 4
+_FLASH = "vllm.vllm_flash_attn"
 
 
 def _index_keys(
@@ -130,7 +133,10 @@ def _attend(
     each row only to the first ``lengths``, as FlashMLA does."""
     for row in range(len(q)):
         of_row = at[row] if lengths is None else at[row, : lengths[row]]
-        vectors = kv[of_row[of_row >= 0].long()]
+        read = of_row[of_row >= 0].long()
+        vectors = (
+            kv[read] if kv.dtype != FLOAT8 else kv.view(torch.uint8)[read].view(FLOAT8).float()
+        )
         weights = (q[row].float() @ vectors.T * scale).softmax(-1)
         out[row] = weights @ vectors[:, : out.shape[-1]]
 
@@ -148,6 +154,53 @@ def _flash_mla_sparse_fwd(
     return out, None, out[..., 0]
 
 
+def _attend_packed(
+    out: torch.Tensor, q: torch.Tensor, cache: torch.Tensor, at: torch.Tensor, scale: float
+) -> None:
+    """Attend from rows [T, H, V + R] to vectors in a cache [blocks, N, 656] of bytes: 512 values in
+    FP8, a scale of each 128, and 64 rotated ones in bfloat16."""
+    for row in range(len(q)):
+        slots = at[row][at[row] >= 0].long()
+        of_row = cache[slots // cache.shape[1], slots % cache.shape[1]]
+        scales = of_row[:, 512:528].clone().view(torch.float32).repeat_interleave(128, dim=1)
+        values = of_row[:, :512].clone().view(FLOAT8).float() * scales
+        vectors = torch.cat([values, of_row[:, 528:].clone().view(torch.bfloat16).float()], dim=1)
+        weights = (q[row].float() @ vectors.T * scale).softmax(-1)
+        out[row] = weights @ values
+
+
+def _flash_mla_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, indices: torch.Tensor, softmax_scale: float, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (one,) = q
+    out = torch.empty(1, *one.shape[:2], 512)
+    recorded(_attend_packed)(out[0], one, k_cache[:, :, 0], indices[0], softmax_scale)
+    return out, out.new_empty(1, one.shape[1], len(one))
+
+
+def _flash_attn(
+    impl: Any,
+    q: torch.Tensor,
+    rotated: torch.Tensor,
+    kv: torch.Tensor,
+    at: torch.Tensor,
+    lengths: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor:
+    out = torch.empty_like(q)
+    recorded(_attend)(out, torch.cat([q, rotated], dim=-1), kv, at, lengths, impl.scale)
+    return out
+
+
+def _flashinfer(
+    impl: Any, q: torch.Tensor, kv: torch.Tensor, at: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, None]:
+    out = torch.empty(*q.shape[:2], impl.kv_lora_rank)
+    recorded(_attend)(out, q, kv.view(q.dtype).flatten(0, 1), at, lengths, impl.bmm1_scale)
+    return out * impl.bmm2_scale, None
+
+
 def _concat_mla_q(of_values: torch.Tensor, rotated: torch.Tensor, q: torch.Tensor) -> None:
     q[:, : of_values.shape[1]] = torch.cat([of_values, rotated], dim=-1)
 
@@ -156,10 +209,10 @@ def _backend(stock: Any) -> Any:
     """Choose as on CUDA where attention is sparse, which vLLM for CPUs refuses."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    def get_attn_backend_cls(cls: Any, *args: Any, **kwargs: Any) -> str:
+    def get_attn_backend_cls(cls: Any, named: Any, *args: Any, **kwargs: Any) -> str:
         if kwargs["attn_selector_config"].use_sparse:
-            return str(AttentionBackendEnum.FLASHMLA_SPARSE.get_path())
-        return str(stock(*args, **kwargs))
+            return str((named or AttentionBackendEnum.FLASHMLA_SPARSE).get_path())
+        return str(stock(named, *args, **kwargs))
 
     return classmethod(get_attn_backend_cls)
 
@@ -169,9 +222,15 @@ def stand_in() -> None:
     from vllm import _custom_ops
     from vllm.model_executor.layers import sparse_attn_indexer
     from vllm.models import deepseek_v32
-    from vllm.models.deepseek_v32.nvidia import model
+    from vllm.models.deepseek_v32.nvidia import model, mtp
     from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.mla import flashmla_sparse, index_group, indexer, sparse_utils
+    from vllm.v1.attention.backends.mla import (
+        flashinfer_mla_sparse,
+        flashmla_sparse,
+        index_group,
+        indexer,
+        sparse_utils,
+    )
 
     logits: Any = sparse_attn_indexer
     logits.fp8_fp4_paged_mqa_logits = _fp8_fp4_paged_mqa_logits
@@ -183,15 +242,28 @@ def stand_in() -> None:
     operators.concat_mla_q = recorded(_concat_mla_q)
     attention: Any = flashmla_sparse
     attention.flash_mla_sparse_fwd = _flash_mla_sparse_fwd
+    attention.flash_mla_with_kvcache = _flash_mla_with_kvcache
+    attention.get_mla_metadata = lambda: (object(), None)
     attention.num_compute_units = lambda device: PROCESSORS
     # vLLM converts at least 128 indices at once, more than a small target selects.
     convert = partial(sparse_utils.triton_convert_req_index_to_global_index, BLOCK_N=8)
     attention.triton_convert_req_index_to_global_index = convert
+    without_package = {name: MagicMock() for name in (_FLASH, f"{_FLASH}.flash_attn_interface")}
+    with mock.patch.dict(sys.modules, without_package):
+        from vllm.v1.attention.backends.mla import flashattn_mla_sparse
+    sys.modules[flashattn_mla_sparse.__name__] = flashattn_mla_sparse
+    others: Any = flashattn_mla_sparse
+    others.triton_convert_req_index_to_global_index = convert
+    others.FlashAttnMLASparseImpl._run_mqa_kernel = _flash_attn
+    others = flashinfer_mla_sparse
+    others._get_workspace_buffer = lambda device: torch.empty(0)
+    others.FlashInferMLASparseImpl._run_mqa_kernel = _flashinfer
     of_indexer: Any = indexer
     of_indexer.num_compute_units = lambda device: PROCESSORS
     package: Any = deepseek_v32
     package.DeepseekV32ForCausalLM = model.DeepseekV32ForCausalLM
     package.GlmMoeDsaForCausalLM = model.DeepseekV32ForCausalLM
+    package.DeepseekV32MTP = mtp.DeepseekV32MTP
     platform: Any = type(current_platform)
     platform.get_attn_backend_cls = _backend(platform.get_attn_backend_cls)
     # Indices are converted on a stream beside.

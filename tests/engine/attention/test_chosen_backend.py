@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
 from dyntree_plugin import plugin
-from dyntree_plugin.admission.cuda_backends import CUDA_BACKENDS
+from dyntree_plugin.admission.cuda_backends import CUDA_BACKENDS, SPARSE_CUDA_BACKENDS
 from dyntree_plugin.engine import worker
 from dyntree_plugin.engine.attention import choice
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker
@@ -92,8 +92,7 @@ def test_another_backend_than_vllms_is_logged_with_both_names_unless_the_user_na
     assert load(10) == [("TRITON_MLA", "FLASHINFER_MLA")]
     assert load(9) == [("TRITON_MLA", "FLASH_ATTN_MLA")]
     assert load(12) == load(10, named="FLASH_ATTN_MLA") == []
-    assert load(10, latent=False) == load(10, selected=2048) == []
-    assert load(9, selected=2048) == [("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")]
+    assert load(10, latent=False) == load(10, selected=2048) == load(9, selected=2048) == []
 
 
 @pytest.mark.parametrize("major", [8, 9, 10, 12])
@@ -105,3 +104,19 @@ def test_what_vllm_prefers_carries_trees(major: int, monkeypatch: pytest.MonkeyP
     preferred = cuda._get_backend_priorities(False, DeviceCapability(major, 0))
     names = [backend.name for backend in preferred]
     assert {*names[: names.index("TRITON_ATTN") + 1]} == {*CUDA_BACKENDS}
+
+
+@pytest.mark.parametrize("major", [9, 10])
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_with_an_indexer_what_vllm_prefers_carries_trees(
+    major: int, cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLASHMLA_SPARSE takes all that trees serve."""
+    monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("kernels"))
+    from vllm.platforms import cuda
+
+    preferred = cuda._get_backend_priorities(
+        True, DeviceCapability(major, 0), num_heads=128, kv_cache_dtype=cache
+    )
+    names = [backend.name for backend in preferred if "SPARSE" in backend.name]
+    assert {*names[: names.index("FLASHMLA_SPARSE") + 1]} <= {*SPARSE_CUDA_BACKENDS}

@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
+from dyntree_plugin.admission.cuda_backends import SPARSE_CUDA_BACKENDS
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.kernels import AttentionRows
 from dyntree_plugin.engine.attention.latent import LatentKind
@@ -172,7 +173,7 @@ def test_what_a_layer_has_beyond_is_named() -> None:
     assert list(kind.unserved(layer(), 17)) == []
 
 
-def test_on_cuda_an_indexer_is_served_on_one_backend_and_by_one_class() -> None:
+def test_on_cuda_an_indexer_is_served_by_one_class_on_what_vllm_prefers() -> None:
     (kind,) = (each for each in CUDA_KINDS if isinstance(each, LatentKind))
 
     def of(module: str, backend: str) -> Any:
@@ -185,11 +186,13 @@ def test_on_cuda_an_indexer_is_served_on_one_backend_and_by_one_class() -> None:
             {**vars(made), "__module__": module, "get_attn_backend": lambda _: chosen},
         )()
 
-    ours = of("vllm.models.deepseek_v32.attention", "FLASHMLA_SPARSE")
-    assert kind.serves(ours)
-    assert list(kind.unserved(ours, 17)) == []
-    (reason,) = kind.unserved(of("vllm.models.deepseek_v32.attention", "FLASHINFER_MLA_SPARSE"), 17)
-    assert "trees pass latent attention on FLASHMLA_SPARSE; set" in reason
+    module = "vllm.models.deepseek_v32.attention"
+    for backend in SPARSE_CUDA_BACKENDS:
+        ours = of(module, backend)
+        assert kind.serves(ours)
+        assert list(kind.unserved(ours, 17)) == []
+    (reason,) = kind.unserved(of(module, "FLASHINFER_MLA_SPARSE_SM120"), 17)
+    assert f"trees pass latent attention on {' and '.join(SPARSE_CUDA_BACKENDS)}; set" in reason
     other = of("vllm.models.hy_v4.attention", "FLASHMLA_SPARSE")
     assert not kind.serves(other)
     assert re.match("sparse latent attention", *kind.unserved(other, 17))

@@ -32,7 +32,7 @@ from vllm.v1.attention.backends.mla.indexer import (
 from dyntree_kernels.ancestors import pack_bits
 from dyntree_plugin.engine.attention import sparse_cuda
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
-from dyntree_plugin.engine.attention.metadata import TreeMask
+from dyntree_plugin.engine.attention.metadata import TreeMask, refresh
 from dyntree_plugin.engine.cuda.kinds import KINDS
 
 FORK = [-1, 0, 0, 2]
@@ -117,6 +117,81 @@ def test_without_a_mask_rows_of_a_tree_select_as_a_chain(
     assert found[:4] == [last(20 + n) for n in range(1, 5)]
 
 
+def grown(builder: Any, columns: list[list[int]], most: int = 40) -> Any:
+    """Build the metadata of a draft's forward over nodes of two trees, and fill its rows then."""
+    width = len(columns[0])
+    bits, contexts = torch.zeros(2 * width, 1).int(), torch.tensor([20, 30]).int()
+    starts = torch.arange(3).int() * width
+    common = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, num_reqs=2, max_query_len=width,
+        seq_lens=(contexts + 5).clamp(max=most), num_actual_tokens=2 * width, max_seq_len=64,
+        block_table_tensor=torch.tensor([[5, 6], [7, 8]]).int(), slot_mapping=starts,
+    )  # fmt: skip
+    mask = TreeMask(contexts, bits, has_plain=False, in_place=True)
+    made = builder.build(0, common, tree_mask=mask)
+    of_nodes = pack_bits(tree_mask([*FORK, 3]))
+    bits.copy_(torch.cat([of_nodes[each] for each in columns]))
+    return made
+
+
+@pytest.fixture
+def of_draft() -> Any:
+    """Return a builder with vLLM's memory for forwards of all widths."""
+    made: Any = object.__new__(sparse_cuda.TreeIndexerMetadataBuilder)
+    made.masks = None
+    made.supports_varlen = True
+    made.arange_buffer = torch.arange(8).int()
+    made.expanded_block_table_buffer = torch.full((8, 2), -7).int()
+    for name in ("decode_seq_lens", "decode_lens", "decode_indices", "scheduler_metadata"):
+        setattr(made, f"{name}_buffer", torch.full((8,), -7).int())
+    return made
+
+
+def selected_by_draft(
+    metadata: Any, monkeypatch: pytest.MonkeyPatch, *, fresh: bool = True
+) -> list[list[int]]:
+    """Return the columns that a forward's rows select, where they may select all positions."""
+    if fresh:
+        refresh({"indexer": metadata, "also": metadata, "of another layer": object()})
+    lengths = metadata.decode.seq_lens
+    found = torch.full((len(lengths), 64), -1).int()
+
+    def select(logits: torch.Tensor, lengths: torch.Tensor, _: int, out: torch.Tensor) -> None:
+        for row, length in enumerate(lengths.flatten().tolist()):
+            out[row, :length] = torch.arange(length).int()
+
+    context = SimpleNamespace(attn_metadata={"indexer": metadata})
+    monkeypatch.setattr(sparse_cuda, "get_forward_context", lambda: context)
+    monkeypatch.setattr(sparse_cuda, "_stock_topk", {"per_row": select}.__getitem__)
+    sparse_cuda.get_indexer_topk("per_row")(torch.zeros(len(lengths), 64), lengths, 1, found)
+    width = len(found) // 2
+    return [
+        [int(at) - (20, 30)[row // width] for at in each if at >= (20, 30)[row // width]]
+        for row, each in enumerate(found)
+    ]
+
+
+def test_rows_of_a_draft_select_the_context_their_ancestors_and_themselves(
+    of_draft: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: without a refresh, rows have the lengths and tables of another forward."""
+    wide, narrow = grown(of_draft, [[0, 1], [2, 4]]), grown(of_draft, [[3], [1]])
+    assert selected_by_draft(wide, monkeypatch) == [[0], [0, 1], [0, 2], [0, 2, 3, 4]]
+    assert wide.decode.block_table.tolist() == [[5, 6], [5, 6], [7, 8], [7, 8]]
+    assert wide.decode.indices.tolist() == [0, 1, 2, 3]
+    stale = selected_by_draft(narrow, monkeypatch, fresh=False)
+    assert selected_by_draft(narrow, monkeypatch) == [[0, 2, 3], [0, 1]] != stale
+    assert narrow.decode.block_table.tolist() == [[5, 6], [7, 8]]
+    assert selected_by_draft(wide, monkeypatch) == [[0], [0, 1], [0, 2], [0, 2, 3, 4]]
+
+
+def test_no_row_of_a_draft_is_longer_than_the_cache(
+    of_draft: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = grown(of_draft, [[0, 3], [2, 4]], most=33)
+    assert selected_by_draft(made, monkeypatch)[2:] == [[0, 2], [0, 2]]
+
+
 def test_engines_without_trees_have_vllms_metadata(
     builder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +231,40 @@ def test_beside_trees_short_prompts_are_not_attended_to_whole(
     prefill = made.build(0, batch(), tree_mask=mask() if with_tree else None).prefill
     assert prefill.use_dense_mha is not with_tree
     assert (prefill.topk_mask_workspace is None) == with_tree
+
+
+@pytest.mark.parametrize("with_tree", [True, False])
+def test_quantised_rows_of_trees_are_one_batch_of_rows(
+    with_tree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM has them where a rank has fewer than 32 heads."""
+    found: Any = SimpleNamespace(prefill=None)
+    monkeypatch.setattr(SparseMLACommonMetadataBuilder, "build", lambda *_: found)
+    made: Any = object.__new__(sparse_cuda.TreeFlashMLASparseBackend.get_builder_cls())
+    made.fp8_use_mixed_batch, made.use_fp8_kv_cache = False, True
+    made._build_fp8_mixed_decode_prefill = lambda: "one batch"
+    made._build_fp8_separate_prefill_decode = lambda *_: "decodes and prompts"
+    metadata = made.build(0, batch(), tree_mask=mask() if with_tree else None)
+    assert metadata.fp8_use_mixed_batch is with_tree
+    assert not made.fp8_use_mixed_batch
+    assert metadata.fp8_extra_metadata == ("one batch" if with_tree else "decodes and prompts")
+
+
+def test_forwards_of_a_draft_say_whose_their_rows_are_and_have_schedules_of_their_own() -> None:
+    made: Any = object.__new__(sparse_cuda.TreeFlashMLASparseBackend.get_builder_cls())
+    made.fp8_use_mixed_batch, made.use_fp8_kv_cache = False, True
+    made._build_fp8_mixed_decode_prefill = lambda: ["one batch"]
+    made.req_id_per_token_buffer = torch.full((8,), -7).int()
+    made.kv_cache_spec, made.topk_tokens = SimpleNamespace(block_size=64), 8
+    wide, narrow = grown(made, [[0, 1], [2, 4]]), grown(made, [[3], [1]])
+    for metadata, whose in ((wide, [0, 0, 1, 1]), (narrow, [0, 1]), (wide, [0, 0, 1, 1])):
+        before = metadata.fp8_extra_metadata
+        refresh({"layer": metadata})
+        assert metadata.req_id_per_token.tolist() == whose
+        assert metadata.fp8_use_mixed_batch
+        assert metadata.fp8_extra_metadata == ["one batch"]
+        assert metadata.fp8_extra_metadata is not before
+        assert (metadata.num_decodes, metadata.num_decode_tokens) == (2, len(whose))
 
 
 def test_keys_and_scales_move_with_a_path() -> None:

@@ -109,13 +109,24 @@ def sparse(latent: VllmConfig, *changes: tuple[str, Any]) -> VllmConfig:
     return with_all(in_half(latent), {**of_target, **dict(changes)})
 
 
-def test_an_indexer_is_admitted_on_cuda_with_look_up(latent: VllmConfig) -> None:
+def test_an_indexer_is_admitted_on_cuda_with_look_up_and_the_targets_module(
+    latent: VllmConfig,
+) -> None:
     admit(sparse(latent), "cuda")
     named = ("attention_config.backend", SimpleNamespace(name="FLASHMLA_SPARSE"))
     admit(sparse(latent, named), "cuda")
     for path in ("model_config", "speculative_config.target_model_config"):
         latent = changed(latent, f"{path}.hf_text_config.index_topk", 2048)
-    assert "index_topk (target, draft)=(2048, None)" in refusal_of(in_half(latent), "cuda")
+    draft = "speculative_config.draft_model_config"
+    module = with_all(sparse(latent), {
+        "speculative_config.method": "mtp", f"{draft}.architecture": "DeepseekV32MTPModel",
+        f"{draft}.hf_text_config.index_topk": 2048,
+    })  # fmt: skip
+    admit(module, "cuda")
+    admit(changed(module, "cache_config.cache_dtype", "fp8"), "cuda")
+    other = changed(module, f"{draft}.architecture", "HYV4MTPModel")
+    named = r"index_topk \(target, draft\), architecture \(draft\)=\(\(2048, 2048\), 'HYV4MTPModel"
+    assert re.search(named, refusal_of(other, "cuda"))
 
 
 @pytest.mark.parametrize(
@@ -123,14 +134,14 @@ def test_an_indexer_is_admitted_on_cuda_with_look_up(latent: VllmConfig) -> None
     [
         ("model_config.architecture", "HYV4ForCausalLM", "architecture"),
         ("model_config.dtype", torch.float16, "dtype"),
-        ("cache_config.cache_dtype", "fp8", "kv_cache_dtype"),
+        ("cache_config.cache_dtype", "fp8_ds_mla", "kv_cache_dtype"),
         ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size"),
         ("kv_transfer_config", SimpleNamespace(kv_connector=None), "kv_transfer_config"),
         ("lora_config", object(), "enable_lora"),
         ("attention_config.indexer_kv_dtype", "mxfp4", "attention_config.indexer_kv_dtype"),
         ("attention_config.hisparse_config", object(), "attention_config.hisparse_config"),
-        ("attention_config.backend", SimpleNamespace(name="FLASHINFER_MLA_SPARSE"),
-         "attention_backend='FLASHINFER_MLA_SPARSE' .* trees run on FLASHMLA_SPARSE; leave"),
+        ("attention_config.backend", SimpleNamespace(name="FLASHINFER_MLA_SPARSE_SM120"),
+         "SM120' .* on FLASHMLA_SPARSE, FLASH_ATTN_MLA_SPARSE and FLASHINFER_MLA_SPARSE; leave"),
     ],
 )  # fmt: skip
 def test_what_was_not_compared_with_an_indexer_is_refused(
