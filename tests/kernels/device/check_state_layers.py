@@ -22,9 +22,7 @@ from state_layers import HEADS, PREFIX, SIZE, delta_net, mamba2
 from torch.utils._python_dispatch import _disable_current_modes
 from tree_shapes import random_tree
 from triton.runtime.interpreter import InterpretedFunction
-from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from dyntree_kernels.ancestors import ancestor_bits
@@ -134,17 +132,11 @@ def through_mamba2(layer: Any, drawn: torch.Generator) -> torch.Tensor:
 
 
 def through_delta_net(layer: Any, drawn: torch.Generator) -> torch.Tensor:
-    given = rows_of_delta_net(layer, drawn)
-    layer._forward_core(*given)
-    return given[-1]
-
-
-def rows_of_delta_net(layer: Any, drawn: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """Draw what its core takes; the last one is for its outputs."""
     out = torch.zeros(REQUESTS * COLUMNS, HEADS, SIZE)
     raw = torch.randn(len(out), layer.conv_dim, generator=drawn)
     b, a = torch.randn(2, len(out), HEADS, generator=drawn)
-    return raw, b, a, out
+    layer._forward_core(raw, b, a, out)
+    return out
 
 
 KINDS = pytest.mark.parametrize(
@@ -289,29 +281,3 @@ def test_launches_are_few(name: str, make: Any, run: Any) -> None:
 
     with mock.patch.object(type(cuda.layer), "together", staticmethod(one_by_one)):
         assert of_a_commit(cuda, 4) - each == 3 * 2
-
-
-def test_a_chain_of_vllm_takes_seven_in_a_layer_of_gated_delta_net() -> None:
-    """Stand-ins count vLLM's two kernels, which have a launch each."""
-    layer = delta_net(qwen_gdn_linear_attn.QwenGatedDeltaNetAttention, 0, COLUMNS)
-    layer.enable_packed_recurrent_decode = False
-    given = rows_of_delta_net(layer, torch.Generator())
-    starts = torch.arange(REQUESTS + 1) * COLUMNS
-    chains = GDNAttentionMetadata(
-        *(0, 0, 0, 0), REQUESTS, len(given[0]), len(given[0]), spec_query_start_loc=starts,
-        spec_state_indices_tensor=starts[:REQUESTS, None], spec_sequence_masks=starts >= 0,
-    )  # fmt: skip
-    context = SimpleNamespace(attn_metadata={PREFIX: chains})
-
-    def kernel(x: torch.Tensor | None = None, *_: Any, v: Any = None, **__: Any) -> Any:
-        launches.add()
-        return (v, None) if x is None else x
-
-    replaced = {
-        "get_forward_context": lambda: context,
-        "causal_conv1d_update": kernel,
-        "fused_sigmoid_gating_delta_rule_update": kernel,
-    }
-    with mock.patch.multiple(qwen_gdn_linear_attn, **replaced), counted() as launches:
-        layer._forward_core(*given)
-    assert launches.counts.total() == 7
