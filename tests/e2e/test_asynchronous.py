@@ -29,25 +29,18 @@ def chosen() -> dict[str, Chosen]:
     return serve_asynchronously(workload.with_options(), RUNS | LIMITED)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_the_tokens_are_those_without_trees(
-    name: str, chosen: dict[str, Chosen], plain: Outputs
-) -> None:
-    found = mismatches(RUNS[name], chosen[name].result, plain)
-    assert not found, explain(found)
-
-
 @pytest.fixture(scope="module")
 def looked_up() -> dict[str, Chosen]:
     return serve_asynchronously(workload.without_draft(method="ngram_gpu"), RUNS)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["chosen", pytest.param("looked_up", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RUNS)
-def test_the_tokens_of_look_up_alone_are_those_without_trees(
-    name: str, looked_up: dict[str, Chosen], plain: Outputs
+def test_the_tokens_are_those_without_trees(
+    engine: str, name: str, request: pytest.FixtureRequest, plain: Outputs
 ) -> None:
-    found = mismatches(RUNS[name], looked_up[name].result, plain)
+    served: dict[str, Chosen] = request.getfixturevalue(engine)
+    found = mismatches(RUNS[name], served[name].result, plain)
     assert not found, explain(found)
 
 
