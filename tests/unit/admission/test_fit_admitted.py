@@ -77,137 +77,64 @@ def admitted(build: Build, method: str | None, draft: object, **arguments: Any) 
     return build(speculative_config=speculation, **arguments).speculative_config
 
 
-MISFITS: dict[str, tuple[str | None, dict[str, Any], str]] = {
-    "EAGLE head of another size": (
-        "eagle",
-        {"hidden_size": 32},
-        "hidden_size (target, draft)=(64, 32)",
-    ),
-    "EAGLE-3 head of another size": (
-        "eagle3",
-        EAGLE3 | {"hidden_size": 32},
-        "hidden_size (target, draft)=(64, 32)",
-    ),
-    "EAGLE-3 head for states of another size": (
-        "eagle3",
-        EAGLE3 | {"target_hidden_size": 96},
-        "target_hidden_size (target, draft)=(64, 96)",
-    ),
-    "speculators' head for states of another size": (
-        None,
-        speculator(target_hidden_size=96),
-        "use one with target_hidden_size 64",
-    ),
-    "P-EAGLE head of another size": (
-        "eagle3",
-        EAGLE3 | {"hidden_size": 32, "pard_token": 1},
-        "(target, draft)=(64, 32)",
-    ),
-    "DFlash draft of another size": (
-        "dflash",
-        FLASH | {"hidden_size": 32},
-        "use one with hidden_size 64",
-    ),
-    "DSpark draft of another size": (
-        "dspark",
-        SPARK | {"hidden_size": 32},
-        "use one with hidden_size 64",
-    ),
-    "Laguna's draft of another size": (
-        "dflash",
-        LAGUNA | {"hidden_size": 32, "draft_vocab_size": 128},
-        "takes the target's embed_tokens",
-    ),
-    "layers that the target has not": (
-        "eagle3",
-        EAGLE3 | {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
-        "eagle_aux_hidden_state_layer_ids=[0, 1, 3] is not supported: the target has 2 layers",
-    ),
-    "DFlash's layers that the target has not": (
-        "dflash",
-        FLASH | {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [2]}},
-        "the target has 2 layers",
-    ),
-    "a layer twice": (
-        "eagle3",
-        EAGLE3 | {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]},
-        "vLLM gives 2 different hidden states, and the draft reads 3",
-    ),
-    "no layers named, of a small target": (
-        "eagle3",
-        EAGLE3 | {"eagle_aux_hidden_state_layer_ids": None},
-        "the draft reads 3",
-    ),
-    "another number of states": (
-        "eagle3",
-        EAGLE3 | {"num_aux_hidden_states": 2},
-        "3 different hidden states, and the draft reads 2",
-    ),
-    "states that are not joined": (
-        "eagle3",
-        EAGLE3 | {"eagle_config": {"use_aux_hidden_state": False}},
-        "use_aux_hidden_state=False",
-    ),
-    "more tokens than the target": (
-        "eagle3",
-        EAGLE3 | {"draft_vocab_size": 256},
-        "draft_vocab_size (target, draft)=(128, 256)",
-    ),
-    "no tokens": ("eagle3", EAGLE3 | {"draft_vocab_size": 0}, "use one with 1 to 128"),
-    "layers in words": (
-        "eagle3",
-        EAGLE3 | {"eagle_aux_hidden_state_layer_ids": "012"},
-        "its config.json has a wrong value (eagle_aux_hidden_state_layer_ids='012': ",
-    ),
-    "a text for options": (
-        "eagle3",
-        EAGLE3 | {"eagle_config": "none"},
-        "its config.json has a wrong value (eagle_config='none': ",
-    ),
-    "a text for a number of states": (
-        "eagle3",
-        EAGLE3 | {"num_aux_hidden_states": "3"},
-        "(num_aux_hidden_states='3': Input should be a valid integer); get the draft again",
-    ),
-    "a DFlash draft without a mask": (
-        "dflash",
-        FLASH | {"dflash_config": {"target_layer_ids": [0]}},
-        "draft's mask token and vocabulary=(None, 128) is not supported",
-    ),
-    "Laguna's draft of some tokens": ("dflash", LAGUNA, "it must be 128"),
-    "a whole model as EAGLE-3 head": ("eagle3", PLAIN, "set method to 'draft_model'"),
-    "a whole model as DFlash draft": ("dflash", PLAIN, "set method to 'draft_model'"),
-    "an EAGLE-3 head as draft model": ("draft_model", EAGLE3, "set method to 'eagle3'"),
-    "a speculators head as draft model": ("draft_model", speculator(), "set method to 'eagle3'"),
-    "an EAGLE-3 head as EAGLE head": ("eagle", EAGLE3, "set method to 'eagle3'"),
-    "an EAGLE-3 head as module": ("mtp", EAGLE3, "set method to 'eagle3'"),
-    "a DFlash draft as draft model": ("draft_model", FLASH, "set method to 'dflash'"),
-    "a whole model as module": ("mtp", PLAIN, "no module of multi-token prediction"),
-    "a class that vLLM has not": (
-        "draft_model",
-        {"architectures": ["NoSuchModel"]},
-        "architectures=['NoSuchModel']",
-    ),
-    "speculators of another kind": (
-        None,
-        speculator("eagle"),
-        "speculators_model_type='eagle' must be one of",
-    ),
-    "a number in words": (
-        "eagle3",
-        EAGLE3 | {"hidden_size": "64"},
-        "Field 'hidden_size' expected int",
-    ),
-}
+def eagle3(**changes: Any) -> dict[str, Any]:
+    return EAGLE3 | changes
+
+
+def flash(*layers: int, **options: Any) -> dict[str, Any]:
+    return FLASH | {"dflash_config": {"target_layer_ids": [*layers], **options}}
+
+
+NUMBERS = "eagle_aux_hidden_state_layer_ids"
+WRONG = "its config.json has a wrong value "
+SIZES = "hidden_size (target, draft)=(64, 32)"
+MISFITS: list[tuple[str | None, dict[str, Any], str]] = [
+    # Of another size.
+    ("eagle", {"hidden_size": 32}, SIZES),
+    ("eagle3", eagle3(hidden_size=32), SIZES),
+    ("eagle3", eagle3(target_hidden_size=96), "target_hidden_size (target, draft)=(64, 96)"),
+    (None, speculator(target_hidden_size=96), "use one with target_hidden_size 64"),
+    ("eagle3", eagle3(hidden_size=32, pard_token=1), SIZES),
+    ("dflash", FLASH | {"hidden_size": 32}, "use one with hidden_size 64"),
+    ("dspark", SPARK | {"hidden_size": 32}, "use one with hidden_size 64"),
+    ("dflash", LAGUNA | {"hidden_size": 32, "draft_vocab_size": 128}, "the target's embed_tokens"),
+    # With layers that the target has not, or another number of states.
+    ("eagle3", eagle3(**{NUMBERS: [0, 1, 3]}), f"{NUMBERS}=[0, 1, 3] is not supported: the target"),
+    ("dflash", flash(2, mask_token_id=1), "the target has 2 layers"),
+    ("eagle3", eagle3(**{NUMBERS: [1, 1, 2]}), "2 different hidden states, and the draft reads 3"),
+    ("eagle3", eagle3(**{NUMBERS: None}), "the draft reads 3"),
+    ("eagle3", eagle3(num_aux_hidden_states=2), "3 different hidden states, and the draft reads 2"),
+    ("eagle3", eagle3(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state=False"),
+    # With other tokens.
+    ("eagle3", eagle3(draft_vocab_size=256), "draft_vocab_size (target, draft)=(128, 256)"),
+    ("eagle3", eagle3(draft_vocab_size=0), "use one with 1 to 128"),
+    ("dflash", LAGUNA, "it must be 128"),
+    ("dflash", flash(0), "draft's mask token and vocabulary=(None, 128) is not supported"),
+    # With values of another type.
+    ("eagle3", eagle3(**{NUMBERS: "012"}), f"{WRONG}({NUMBERS}='012': "),
+    ("eagle3", eagle3(eagle_config="none"), f"{WRONG}(eagle_config='none': "),
+    ("eagle3", eagle3(num_aux_hidden_states="3"), "'3': Input should be a valid integer); get the"),
+    ("eagle3", eagle3(hidden_size="64"), "Field 'hidden_size' expected int"),
+    # Of another method.
+    ("eagle3", PLAIN, "set method to 'draft_model'"),
+    ("dflash", PLAIN, "set method to 'draft_model'"),
+    ("draft_model", EAGLE3, "set method to 'eagle3'"),
+    ("draft_model", speculator(), "set method to 'eagle3'"),
+    ("eagle", EAGLE3, "set method to 'eagle3'"),
+    ("mtp", EAGLE3, "set method to 'eagle3'"),
+    ("draft_model", FLASH, "set method to 'dflash'"),
+    ("mtp", PLAIN, "no module of multi-token prediction"),
+    ("draft_model", {"architectures": ["NoSuchModel"]}, "architectures=['NoSuchModel']"),
+    (None, speculator("eagle"), "speculators_model_type='eagle' must be one of"),
+]
 """Methods and changes of the tiny target's file that make a draft for no such target, and what is
 said."""
 
 
-@pytest.mark.parametrize("case", MISFITS)
+@pytest.mark.parametrize(("method", "changes", "said"), MISFITS)
 def test_a_draft_that_does_not_fit_is_refused(
-    build: Build, model_folder: Folder, case: str
+    build: Build, model_folder: Folder, method: str | None, changes: dict[str, Any], said: str
 ) -> None:
-    method, changes, said = MISFITS[case]
     assert said in refused(build, method, model_folder("draft", **changes))
 
 
@@ -254,21 +181,22 @@ def test_a_further_draft_must_be_a_draft_model(
     assert said in reason
 
 
-FOUND: dict[str, tuple[dict[str, Any], str]] = {
-    "EAGLE-3": (EAGLE3, "eagle3"),
-    "EAGLE-3 of speculators": (speculator(), "eagle3"),
-    "DFlash": (FLASH, "dflash"),
-    "DFlash of speculators": (speculator("dflash", draft_vocab_size=128), "dflash"),
-    "DSpark": (SPARK, "dspark"),
-    "EAGLE": ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
-    "a module": (WITH_MODULE, "mtp"),
-    "a whole model": (PLAIN, "draft_model"),
-}
-
-
-@pytest.mark.parametrize("case", FOUND)
-def test_the_method_follows_from_the_file(build: Build, model_folder: Folder, case: str) -> None:
-    changes, method = FOUND[case]
+@pytest.mark.parametrize(
+    ("changes", "method"),
+    [
+        (EAGLE3, "eagle3"),
+        (speculator(), "eagle3"),
+        (FLASH, "dflash"),
+        (speculator("dflash", draft_vocab_size=128), "dflash"),
+        (SPARK, "dspark"),
+        ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
+        (WITH_MODULE, "mtp"),
+        (PLAIN, "draft_model"),
+    ],
+)
+def test_the_method_follows_from_the_file(
+    build: Build, model_folder: Folder, changes: dict[str, Any], method: str
+) -> None:
     model = model_folder("draft", **changes)
     target = {"model": model} if method == "mtp" else {}
     assert admitted(build, None, model, **target).method == method
@@ -296,19 +224,19 @@ def test_a_path_from_which_vllm_takes_another_method_is_refused(
     assert admitted(build, None, named).method == "dflash"
 
 
-FILES: dict[str, tuple[str | None, str]] = {
-    "no file": (None, "has no config.json"),
-    "no JSON": ("{", "is not JSON"),
-    "a list": ("[]", "must be a JSON object"),
-    "null": ("null", "must be a JSON object"),
-    "a text": ('"eagle3"', "must be a JSON object"),
-    "deep": ("[" * 100_000, "is nested too deeply"),
-}
-
-
-@pytest.mark.parametrize("case", FILES)
-def test_a_broken_file_is_named(build: Build, tmp_path: Path, case: str) -> None:
-    content, said = FILES[case]
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "has no config.json"),
+        ("{", "is not JSON"),
+        *((other, "must be a JSON object") for other in ("[]", "null", '"eagle3"')),
+        ("[" * 100_000, "is nested too deeply"),
+    ],
+    ids=["no file", "no JSON", "list", "null", "text", "deep"],
+)
+def test_a_broken_file_is_named(
+    build: Build, tmp_path: Path, content: str | None, said: str
+) -> None:
     folder = tmp_path / "draft"
     folder.mkdir()
     if content is not None:

@@ -6,12 +6,16 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from configurations import WIDTH, Build
+from configurations import WIDTH, Build, with_all
 
+from dyntree_plugin.admission import check
 from dyntree_plugin.engine.configuration import further_drafts
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 MakeFolder = Callable[..., str]
 
@@ -67,3 +71,23 @@ def test_a_further_draft_with_another_tokenizer_is_refused(
     build(dyntree={"drafts": [models["one"]]}, **ours)
     with pytest.raises(ValueError, match=r"different tokenizers.* 128 of 128 tokens differ"):
         build(dyntree={"drafts": [models["other"]]}, **ours)
+
+
+def test_a_further_draft_with_experts_is_refused_on_ranks_that_share_them(
+    admitted: VllmConfig,
+) -> None:
+    ranks = {"data_parallel_size": 2, "is_moe_model": True}
+    experts = {"target_parallel_config." + name: value for name, value in ranks.items()} | {
+        "draft_model_config.model_arch_config.num_experts": 8
+    }
+    further = with_all(admitted, {f"speculative_config.{n}": v for n, v in experts.items()})
+    with pytest.raises(check.Refused, match=r"dyntree\.drafts, .*draft's experts, .*=\(True, 2\)"):
+        check.refuse_further_draft(admitted, further.speculative_config, "cuda")
+
+
+def test_a_target_of_experts_is_known_by_its_file(build: Build, model_folder: MakeFolder) -> None:
+    experts = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    model = model_folder("experts", num_local_experts=4, sliding_window=None, **experts)
+    with pytest.raises(ValueError, match="of a mixture of experts=2 is not supported"):
+        build(model=model, data_parallel_size=2)
+    build(model=model)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from configurations import ON_CUDA, Build, admit, changed, refusal_of, with_all
 from vllm.v1.attention.backends import fa_utils
 
-from dyntree_plugin.admission import attention_kernels, cuda_backends
+from dyntree_plugin.admission import attention_kernels
 from dyntree_plugin.engine.attention import served
 
 if TYPE_CHECKING:
@@ -24,33 +23,6 @@ if TYPE_CHECKING:
 def on_cuda(admitted: VllmConfig) -> VllmConfig:
     """The same configuration, before it is checked on CUDA."""
     return with_all(admitted, ON_CUDA)
-
-
-FLEX = SimpleNamespace(name="FLEX_ATTENTION")
-"""A vLLM backend that does not support trees."""
-
-
-@pytest.mark.parametrize(
-    ("option", "path", "value"),
-    [
-        ("attention_backend", "attention_config.backend", FLEX),
-        ("backend_per_kind", "attention_config.backend_per_kind", {"full_attention": FLEX}),
-        ("attention_backend", "speculative_config.attention_backend", FLEX),
-    ],
-)
-def test_on_cuda_a_backend_that_carries_no_trees_is_refused(
-    on_cuda: VllmConfig, option: str, path: str, value: Any
-) -> None:
-    admit(on_cuda, "cuda")
-    reason = refusal_of(changed(on_cuda, path, value), "cuda")
-    assert f"{option}=" in reason
-    assert ("FLASH_ATTN, FLASHINFER and TRITON_ATTN" in reason) == (option == "attention_backend")
-
-
-def test_on_cuda_a_backend_that_carries_trees_may_be_named(on_cuda: VllmConfig) -> None:
-    for name in cuda_backends.CUDA_BACKENDS:
-        named = changed(on_cuda, "attention_config.backend", SimpleNamespace(name=name))
-        admit(named, "cuda")
 
 
 def test_a_head_size_without_a_kernel_is_refused_before_weights_load(
@@ -163,3 +135,14 @@ def test_flashinfer_by_name_is_refused_where_it_cannot_serve(
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert "cannot be followed with VLLM_BATCH_INVARIANT=1" in refusal(on_cuda)
     admit(on_cuda, "cuda", attention="triton")
+
+
+@pytest.mark.parametrize("cache", ["fp8", "fp8_e4m3"])
+def test_a_cache_that_vllm_cannot_quantise_here_is_refused(
+    admitted: VllmConfig, monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
+    for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    quantised = changed(admitted, "cache_config.cache_dtype", cache)
+    reason = refusal_of(quantised, "cpu", served.refusal)
+    assert re.search("kv_cache_dtype='fp8.* requires x86 with AVX-512", reason)
