@@ -53,11 +53,11 @@ class Case(AttentionCase):
     ) -> None:
         """``chains``: with ``by_path``, take all requests for ones without a tree."""
         from dyntree_kernels.cuda.attention import tree_attention
-        from dyntree_kernels.cuda.path_attention import Paths, path_attention
+        from dyntree_kernels.cuda.path_attention import PathColumns, path_attention
 
         run, (q, cache, table, contexts, starts, bits) = tree_attention, self.arguments
         if by_path:
-            run, bits = path_attention, Paths.of(bits)
+            run, bits = path_attention, PathColumns.of(bits)
         if chains:
             options["seq_lens"] = contexts + torch.diff(starts)
             contexts = torch.full_like(contexts, -1)

@@ -54,7 +54,7 @@ def show(console: Console, task: Task, comparison: Comparison) -> int:
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """The first tokens in which two completions of a prompt differ; None if one has ended."""
 
     prompt: int
@@ -63,7 +63,7 @@ class Difference:
     with_tree: int | None
 
 
-def differences(plain: Completions, tree: Completions) -> list[Difference]:
+def differences(plain: Completions, tree: Completions) -> list[FirstDifference]:
     """Return the first difference of every prompt whose completions differ."""
     different = []
     for prompt, (a, b) in enumerate(zip(plain.answers, tree.answers, strict=True)):
@@ -73,7 +73,7 @@ def differences(plain: Completions, tree: Completions) -> list[Difference]:
         shorter = min(len(a), len(b))
         position = next((i for i, equal in enumerate(same) if not equal), shorter)
         ends = [c[position] if position < len(c) else None for c in (a, b)]
-        different.append(Difference(prompt, position, *ends))
+        different.append(FirstDifference(prompt, position, *ends))
     return different
 
 
@@ -152,7 +152,7 @@ def step_times(run: Run, drafter: str) -> Table:
     return table
 
 
-def verdict(plain: Completions, different: Sequence[Difference], text: Detokenise) -> Text:
+def verdict(plain: Completions, different: Sequence[FirstDifference], text: Detokenise) -> Text:
     """Say whether the text is the same, and where it differs."""
     prompts = len(plain.answers)
     if not different:

@@ -147,13 +147,13 @@ class PathTrees(TritonTrees):
     """Runs `dyntree_kernels.cuda.path_attention` for all rows, of trees and others."""
 
     def plan(self, rows: AttentionRows) -> Launch:
-        from dyntree_kernels.cuda.path_attention import Paths, path_attention
+        from dyntree_kernels.cuda.path_attention import PathColumns, path_attention
 
         if rows.seq_lens is None:
             raise RuntimeError("rows without a tree have no positions")
         lengths, count = rows.seq_lens, rows.num_rows
         # The first layer reads them, in a graph, too: vLLM captures with metadata of its own.
-        paths = functools.cache(lambda: Paths.of(rows.ancestor_bits[:count]))
+        paths = functools.cache(lambda: PathColumns.of(rows.ancestor_bits[:count]))
 
         def launch(
             q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, features: LayerFeatures

@@ -61,7 +61,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Walk:
+class DrawnWalk:
     """The accepted paths of R requests, before the token that ends each walk is drawn.
 
     ``path`` int64 [R, D] holds the accepted nodes from the root down, and ``-1`` after the last.
@@ -121,7 +121,7 @@ class DrawnRule:
         scheduled: torch.Tensor,
         target: Target,
         uniforms: torch.Tensor,
-    ) -> Walk:
+    ) -> DrawnWalk:
         """Walk R trees of at most D levels from the root to where no child is accepted.
 
         ``tokens`` int64 [R, N] are the nodes'. ``uniforms`` are [R, D, K]; the node at depth d of
@@ -146,7 +146,7 @@ class DrawnRule:
             path.append(torch.where(walking, at, -1))
             residual = torch.where(walking[:, None], target(at), odds.residual)
         nodes_on_path = torch.stack(path, dim=1)
-        return Walk(nodes_on_path, (nodes_on_path >= 0).sum(dim=1), residual)
+        return DrawnWalk(nodes_on_path, (nodes_on_path >= 0).sum(dim=1), residual)
 
 
 def draw(probs: torch.Tensor, gumbel: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ def _read_paths(BITS, PATHS, SIZES, s_bits, s_path, WORDS: tl.constexpr, WIDTH: 
 
 
 @dataclass(frozen=True)
-class Paths:
+class PathColumns:
     """For each of T rows its columns in order, int32 [T, columns], and their number, int32 [T].
 
     Behind so many, a row's places hold anything.
@@ -50,7 +50,7 @@ class Paths:
     counts: torch.Tensor
 
     @classmethod
-    def of(cls, ancestor_bits: torch.Tensor) -> Paths:
+    def of(cls, ancestor_bits: torch.Tensor) -> PathColumns:
         """Read ancestor bits, int32 [T, words], on their device. All layers share the result."""
         rows, words = ancestor_bits.shape
         columns = ancestor_bits.new_empty(rows, 32 * words)
@@ -205,7 +205,7 @@ def path_attention(
     block_table: torch.Tensor,
     ctx_lens: torch.Tensor,
     qo_indptr: torch.Tensor,
-    paths: Paths,
+    paths: PathColumns,
     out: torch.Tensor,
     features: LayerFeatures,
     *,

@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 
 from dyntree_plugin.tree.children import drawn_children, sampled_children
 from dyntree_plugin.tree.growth import GrowthConfig
-from dyntree_plugin.tree.papers.drawn import DrawnRule, Odds, Walk
+from dyntree_plugin.tree.papers.drawn import DrawnRule, DrawnWalk, Odds
 from dyntree_plugin.tree.registry import DRAWN_RULES, plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 
@@ -63,7 +63,7 @@ def p_value(rule: DrawnRule, sampling: str, seed: int, common_noise: bool = Fals
 
 
 def first_two_tokens(
-    walk: Walk,
+    walk: DrawnWalk,
     tokens: torch.Tensor,
     noise: torch.Tensor,
     target: Model,

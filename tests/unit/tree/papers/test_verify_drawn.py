@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reference import rules as reference
 from reference.rules import Law, NodeReference
 
-from dyntree_plugin.tree.papers.drawn import DrawnRule, Walk
+from dyntree_plugin.tree.papers.drawn import DrawnRule, DrawnWalk
 from dyntree_plugin.tree.papers.multi_step import MULTI_STEP
 from dyntree_plugin.tree.papers.without_replacement import WITHOUT_REPLACEMENT
 from dyntree_plugin.tree.token_tree import Draws
@@ -80,7 +80,7 @@ def run(
     draft: list[list[Law]],
     uniforms: torch.Tensor,
     room: torch.Tensor,
-) -> Walk:
+) -> DrawnWalk:
     size = len(target[0]) - 1
     nodes = torch.full((len(cases), size + 1, 3), -1)
     tokens = torch.zeros(len(cases), size, dtype=torch.int64)
