@@ -20,6 +20,8 @@ LAYERS = [(kind, dtype) for kind in KINDS for dtype in (FLOAT, HALF)]
 SLOTS = 7
 END_SLOTS = [2, 3, 5]
 """Of three requests, where the states at the ends of their blocks are kept."""
+OTHER = 1e-2
+"""States that are further apart are others."""
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -64,24 +66,22 @@ def test_every_row_of_a_tree_is_what_decoding_its_path_gives(
     found, right = [], []
     for request, each in enumerate([*parents[:3], chain(len(parents[3]))]):
         start = int(states.starts[request])
-        for row in range(len(each)):
-            path = [start + place for place in path_to(row, each)]
-            right.append(by_decoding(made, path, slots[request], raw, gates)[-1])
-            found.append(out[start + row])
+        for leaf in {*range(len(each))} - {*each}:
+            path = [start + place for place in path_to(leaf, each)]
+            right.append(by_decoding(made, path, slots[request], raw, gates))
+            found.append(out[path])
             made.restore(before)
-    check(torch.stack(found), torch.stack(right))
+    check(torch.cat(found), torch.cat(right))
 
 
-def run_steps(
-    made: Decoder, alter: Callable[[Commit, list[list[int]]], Commit | None], steps: int = 64
-) -> float:
-    """Commit steps of random paths, altered; return the largest difference of any state or
-    history to decoding the paths."""
+def run_steps(made: Decoder, alter: Callable[[Commit, list[list[int]]], Commit | None]) -> float:
+    """Commit 64 steps of random paths, altered, or as many as give other states; return the largest
+    difference of any state or history to decoding the paths."""
     g, slots = generator(3), [4, 1, 6]
     of_slots = [each for each in (made.layer.history, made.states) if each.numel()]
     kept = made.copies()
-    right = made.copies()
-    for step in range(steps):
+    right, apart = made.copies(), 0.0
+    for step in range(64):
         parents = [random_tree(9, g) for _ in slots]
         states = tree_states(parents, slots)
         raw, gates = made.rows(len(states.parents), g)
@@ -111,9 +111,11 @@ def run_steps(
             if path:
                 by_decoding(made, path, slot, raw, gates)
         right = made.copies()
-    return max(
-        float((x - y).abs().max()) if x.numel() else 0.0 for x, y in zip(kept, right, strict=True)
-    )
+        pairs = zip(kept, right, strict=True)
+        apart = max(float((x - y).abs().max()) if x.numel() else 0.0 for x, y in pairs)
+        if apart > OTHER:
+            break
+    return apart
 
 
 @pytest.mark.parametrize(("kind", "dtype"), LAYERS)
@@ -156,7 +158,7 @@ BROKEN: dict[str, Callable[[Commit, list[list[int]]], Commit | None]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_commit_gives_other_states(kind: str, broken: str) -> None:
     made = recurrent_layers.make(kind, FLOAT, SLOTS, generator())
-    assert run_steps(made, BROKEN[broken]) > 1e-2
+    assert run_steps(made, BROKEN[broken]) > OTHER
 
 
 @pytest.mark.parametrize("kind", KINDS)
