@@ -250,7 +250,7 @@ class FlashMLATreeBuilder(SparseTreeBuilder):
 
 
 TreeFlashMLASparseBackend = with_trees(__name__, FlashMLASparseBackend, FlashMLATreeBuilder)
-TreeFlashInferMLASparseBackend = with_trees(
+TreeFlashInferMLASparseTRTLLMBackend = with_trees(
     __name__, FlashInferMLASparseTRTLLMBackend, SparseTreeBuilder
 )
 

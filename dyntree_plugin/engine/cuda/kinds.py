@@ -32,7 +32,7 @@ KINDS: tuple[LayerKind, ...] = (
             "FLASH_ATTN_MLA": f"{_ATTENTION}.latent_flash_attn.TreeFlashAttnMLABackend",
             "FLASHMLA_SPARSE": f"{_SPARSE}_cuda.TreeFlashMLASparseBackend",
             "FLASH_ATTN_MLA_SPARSE": f"{_SPARSE}_flash_attn.TreeFlashAttnMLASparseBackend",
-            "FLASHINFER_MLA_SPARSE": f"{_SPARSE}_cuda.TreeFlashInferMLASparseBackend",
+            "FLASHINFER_MLA_SPARSE": f"{_SPARSE}_cuda.TreeFlashInferMLASparseTRTLLMBackend",
         },
         f"{_ATTENTION}.latent_cuda.latent_mover",
     ),

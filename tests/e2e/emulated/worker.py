@@ -56,7 +56,7 @@ _LATENT = {
     "CPU_MLA": f"{_ATTENTION}.latent_cuda.TreeTritonMLABackend",
     "FLASHMLA_SPARSE": f"{_ATTENTION}.sparse_cuda.TreeFlashMLASparseBackend",
     "FLASH_ATTN_MLA_SPARSE": f"{_ATTENTION}.sparse_flash_attn.TreeFlashAttnMLASparseBackend",
-    "FLASHINFER_MLA_SPARSE": f"{_ATTENTION}.sparse_cuda.TreeFlashInferMLASparseBackend",
+    "FLASHINFER_MLA_SPARSE": f"{_ATTENTION}.sparse_cuda.TreeFlashInferMLASparseTRTLLMBackend",
 }
 
 

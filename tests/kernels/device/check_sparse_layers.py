@@ -32,6 +32,7 @@ from vllm.v1.attention.backends.mla.indexer import (
 from dyntree_kernels.ancestors import pack_bits
 from dyntree_plugin.engine.attention import sparse_cuda
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
+from dyntree_plugin.engine.attention.latent import LatentKind
 from dyntree_plugin.engine.attention.metadata import TreeMask, refresh
 from dyntree_plugin.engine.cuda.kinds import KINDS
 
@@ -210,6 +211,17 @@ def test_the_indexers_builder_alone_is_replaced(monkeypatch: pytest.MonkeyPatch)
             pass
     assert DeepseekV32IndexerBackend.get_builder_cls() is sparse_cuda.TreeIndexerMetadataBuilder
     assert DeepseekV4IndexerBackend.get_builder_cls() is DeepseekV32IndexerMetadataBuilder
+
+
+def test_vllm_finds_backends_by_the_names_of_their_classes() -> None:
+    (kind,) = (each for each in KINDS if isinstance(each, LatentKind))
+    ours = {
+        "FLASHMLA_SPARSE": sparse_cuda.TreeFlashMLASparseBackend,
+        "FLASHINFER_MLA_SPARSE": sparse_cuda.TreeFlashInferMLASparseTRTLLMBackend,
+    }
+    for name, backend in ours.items():
+        assert kind.backends[name] == f"{sparse_cuda.__name__}.{backend.__name__}"
+        assert kind.carries_trees(backend)
 
 
 @pytest.mark.parametrize("with_tree", [True, False])
