@@ -16,7 +16,6 @@ from dyntree_plugin.admission.blocks import BLOCK_REFUSALS, block_draft_refusals
 from dyntree_plugin.admission.connectors import CONNECTOR_REFUSALS
 from dyntree_plugin.admission.cuda_backends import CUDA_REFUSALS
 from dyntree_plugin.admission.heads import HEAD_REFUSALS
-from dyntree_plugin.admission.images import IMAGE_REFUSALS
 from dyntree_plugin.admission.latent import (
     LATENT_DRAFT_REFUSALS,
     LATENT_ON_CPU,
@@ -137,7 +136,7 @@ def _refusals(
     on_cpu = (*CPU_REFUSALS, *LATENT_ON_CPU)
     on_cuda = (*CUDA_REFUSALS, *SPARSE_ON_CUDA)
     of_device = {"cpu": on_cpu, "cuda": on_cuda}.get(device_type, ())
-    of_targets = (*state_refusals(device_type), *MROPE_REFUSALS, *IMAGE_REFUSALS)
+    of_targets = (*state_refusals(device_type), *MROPE_REFUSALS)
     of_options = (*CONNECTOR_REFUSALS, *BLOCK_REFUSALS, *EXPERT_REFUSALS, *BATCH_SCALE_REFUSALS)
     yield from _found((*ENGINE_REFUSALS, *of_targets, *of_options, *of_device), vllm_config)
     yield from _found(model_refusals(device_type), vllm_config.model_config, "target model: ")

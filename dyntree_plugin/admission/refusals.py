@@ -159,6 +159,16 @@ ENGINE_REFUSALS = (
         "run on it; unset it",
     ),
     Refusal(
+        "hidden_size_per_layer_input, pipeline_parallel_size",
+        lambda c: (
+            getattr(c.model_config.hf_text_config, "hidden_size_per_layer_input", None),
+            c.parallel_config.pipeline_parallel_size,
+        ),
+        lambda found: bool(found[0]) and found[1] > 1,
+        "vLLM's later stages leave out what Gemma-4 embeds for each layer, with trees or without; "
+        "set it to 1",
+    ),
+    Refusal(
         "decode_context_parallel_size",
         lambda c: c.parallel_config.decode_context_parallel_size,
         _above_one,

@@ -90,6 +90,8 @@ ON_CPU = {
     "gemma3": ("look-up", "draft"),
     "gemma4": ("look-up", "assistant"),
 }
+WITHOUT_EMBEDDINGS = "gemma4 without layers' embeddings"
+"""vLLM's later stages drop them."""
 ADAPTED = [module.split(".")[1] for module in (*ATTENTION, *MLP)]
 BROKEN = [(target, name) for target, (*_, names) in TARGETS.items() for name in names]
 
@@ -180,13 +182,16 @@ def test_the_stand_in_for_vllms_kernel_gives_what_that_gives() -> None:
 
 
 def _at_the_end_of_a_step(kind: str, model: Path) -> Run:
-    """Images whose placeholder begins up to three tokens before a prompt's first chunk ends: those
-    tokens may be of no image yet."""
+    """Images of no other request, whose placeholders begin just before a prompt's first chunk ends,
+    which has as many tokens as whole trees: those tokens may be of no image yet, which is then not
+    encoded."""
     placeholder = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(PLACEHOLDERS[kind])
-    starts = (TIGHT["max_num_batched_tokens"] - within for within in (1, 2, 3))
     params = {"temperature": 0, "max_tokens": 8, "allowed_token_ids": FEW}
-    prompts = ([*range(300, 300 + start), placeholder] for start in starts)
-    return Run([Request(each, params, images=[(60, 60, 0)]) for each in prompts], batch=1)
+    requests = []
+    for within in range(1, 12):
+        text = range(300, 300 + TIGHT["max_num_batched_tokens"] - within)
+        requests.append(Request([*text, placeholder], params, images=[(60, 60, 100 + within)]))
+    return Run(requests, batch=1)
 
 
 def _engines_on_cpu(kind: str, model: Path) -> Engines:
@@ -218,8 +223,11 @@ def _engines_on_cpu(kind: str, model: Path) -> Engines:
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Target]:
     @cache
     def of_kind(kind: str) -> Target:
-        model = gemma_target(tmp_path_factory.mktemp("targets") / kind, kind)
-        return Target(_engines_on_cpu(kind, model))
+        name, *others = kind.split()
+        sizes = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
+        changes = dict.fromkeys(sizes if others else (), 0)
+        model = gemma_target(tmp_path_factory.mktemp("targets") / name, name, **changes)
+        return Target(_engines_on_cpu(name, model))
 
     return of_kind
 
@@ -245,7 +253,7 @@ def test_on_a_cpu_the_tokens_are_those_without_trees(
     ("kind", "engine"),
     [
         *((kind, engine) for kind in ON_CPU for engine in ("two ranks", "adapters")),
-        ("gemma3", "two stages"),
+        *((kind, "two stages") for kind in ("gemma3", WITHOUT_EMBEDDINGS)),
     ],
 )
 def test_on_a_cpu_other_engines_give_the_tokens_without_trees(

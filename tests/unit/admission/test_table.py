@@ -74,6 +74,8 @@ ADMITTED = [
     *"""
 parallel.tensor_parallel_size=2
 piped
+piped model.hf_text_config.hidden_size_per_layer_input=0
+model.hf_text_config.hidden_size_per_layer_input=16
 lora_config=some
 cuda
 windowed draft.hf_text_config.sliding_window=32
@@ -140,15 +142,16 @@ experts cuda draft.model_arch_config.num_experts=8 drafts.method=mtp
     *(
         f"images model.architecture={name} {beside}"
         for name in IMAGES_BOTH_WAYS
-        for beside in ("parallel.tensor_parallel_size=2", "lora_config=some")
+        for beside in ("parallel.tensor_parallel_size=2", "lora_config=some", "piped")
     ),
-    f"images piped model.architecture={IMAGES_BOTH_WAYS[0]}",
 ]  # fmt: skip
 
 REFUSED_LINES = [
     *"""
 parallel.decode_context_parallel_size=2 → decode_context_parallel_size=
 parallel.prefill_context_parallel_size=2 → prefill_context_parallel_size=
+piped model.hf_text_config.hidden_size_per_layer_input=16 → \
+hidden_size_per_layer_input, pipeline_parallel_size=(16, 2)
 parallel.enable_dbo=True → enable_dbo=
 parallel.ubatch_size=2 → ubatch_size=
 parallel.enable_batch_sharded_sampling=True → enable_batch_sharded_sampling=
@@ -248,8 +251,6 @@ target model: is_diffusion=True & node_budget=17 & speculative_config.method='me
         if name not in states.IN_FLOAT16
     ),
     *(f"latent {cache} → use_mla, kv_cache_dtype=(True, 'fp8" for cache in CACHES),
-    f"images piped model.architecture={IMAGES_BOTH_WAYS[1]} → "
-    "is_mm_prefix_lm, pipeline_parallel_size=",
     f"images cuda attention.backend=FLASH_ATTN model.architecture={IMAGES_BOTH_WAYS[0]} → "
     "is_mm_prefix_lm, attention_backend=",
 ]  # fmt: skip
