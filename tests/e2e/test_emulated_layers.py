@@ -59,8 +59,8 @@ FP8 = {
 """vLLM for CPUs reads no chunks of quantised latent vectors, so prompts are read whole."""
 SPARSE = {"block_size": 64, "tokenizer_mode": "hf"}
 """What vLLM for CPUs has no attention for; that of CUDA takes blocks of 64 tokens."""
-HOPPERS = "FLASH_ATTN_MLA_SPARSE"
-"""What vLLM prefers there for a cache in 16 bits; elsewhere FLASHMLA_SPARSE runs."""
+HOPPERS, BLACKWELLS = "FLASH_ATTN_MLA_SPARSE", "FLASHINFER_MLA_SPARSE"
+"""What vLLM prefers there for a cache in 16 bits, and for one in FP8; elsewhere FLASHMLA_SPARSE."""
 PACKED = SPARSE | {"kv_cache_dtype": "fp8"}
 OF_TEXT = {"language_model_only": True}
 TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -72,6 +72,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "deepseek_v32 with a module": ("module", SPARSE | {"attention_backend": HOPPERS}, {}),
     "deepseek_v32 in FP8": ("wide look-up", PACKED, {}),
     "glm_moe_dsa": ("look-up", SPARSE, {}),
+    "glm_moe_dsa with a module": ("module", PACKED | {"attention_backend": BLACKWELLS}, {}),
     "glm_moe_dsa with a module in FP8": ("module", PACKED, {}),
     "nemotron_h": ("look-up", WITHOUT_CACHE, {}),
     "nemotron_h, cached": ("look-up", CACHED, WITHOUT_CACHE),
@@ -141,6 +142,7 @@ CONTROLS = {
     # A random module is accepted as often where its rows select wrongly; check_sparse_layers.py and
     # test_selecting.py have the controls of that.
     "deepseek_v32 with a module": (),
+    "glm_moe_dsa with a module": (),
     "glm_moe_dsa with a module in FP8": ("scales_not_moved",),
     "deepseek_v3": (),  # The module of so small a target guesses too little for a control.
     "qwen2_5_vl": (*_MOVES, "rows_in_place_of_depths"),
