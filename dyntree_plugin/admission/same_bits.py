@@ -11,7 +11,33 @@ from dyntree_plugin.options.options import NAMESPACE
 _OPTION = f"{NAMESPACE}.exactness"
 _BITS = Targets(_OPTION, lambda _: "bits")
 
-REFUSALS = (
+_EXPERTS = Targets(f"{_OPTION}, is_moe", lambda model: model.is_moe)
+EXPERTS = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "GptOssForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+"""Architectures with experts whose bits were compared."""
+
+ON_CPU = (
+    _EXPERTS.other_than(EXPERTS),
+    _EXPERTS.refusal(
+        "enforce_eager",
+        lambda c: c.model_config.enforce_eager,
+        lambda eager: not eager,
+        "experts were not compared in compiled models; set --enforce-eager",
+    ),
+    _EXPERTS.refusal(
+        "data_parallel_size",
+        lambda c: c.parallel_config.data_parallel_size,
+        lambda ranks: ranks > 1,
+        "experts of several ranks were not compared; set it to 1",
+    ),
+)
+"""Checks of ``VllmConfig`` on a CPU alone."""
+
+ON_CUDA = (
     _BITS.refusal(
         "is_moe",
         lambda c: c.model_config.is_moe,
@@ -19,17 +45,21 @@ REFUSALS = (
         "an expert's products have the rows that chose it; use a dense model",
     ),
     _BITS.refusal(
-        "is_hybrid",
-        lambda c: c.model_config.is_hybrid,
-        bool,
-        "recurrent layers sum the rows of a prompt in another order than single ones; use a dense "
-        "model",
-    ),
-    _BITS.refusal(
         "use_mla",
         lambda c: c.model_config.use_mla,
         bool,
         "latent attention sums in the order of a tree's rows; use multi-head attention",
+    ),
+)
+"""Those on CUDA alone."""
+
+REFUSALS = (
+    _BITS.refusal(
+        "is_hybrid",
+        lambda c: c.model_config.is_hybrid,
+        bool,
+        "recurrent layers sum the rows of a prompt in another order than single ones; use another "
+        "model",
     ),
     *_BITS.uncompared(
         "quantization",
@@ -43,12 +73,13 @@ REFUSALS = (
         "kv_transfer_config",
     ),
 )
-"""Checks of ``VllmConfig``. They name what is admitted with other `exactness`."""
+"""Those on both. All of them name what is admitted with other `exactness`."""
 
 
 def bits_refusals(vllm_config: Any, device_type: str) -> Iterator[str]:
     """Yield why the bits of a configuration's output would depend on drafts and batches."""
-    yield from filter(None, (refusal(vllm_config) for refusal in REFUSALS))
+    refusals = (*REFUSALS, *(ON_CUDA if device_type == "cuda" else ON_CPU))
+    yield from filter(None, (refusal(vllm_config) for refusal in refusals))
     if device_type != "cuda":
         return
     from vllm import envs

@@ -12,6 +12,9 @@ import torch
 TRIED = (1, 5, 31, 33, 64, 129, 320)
 """Numbers of rows, some of which kernels and their tiles end at."""
 
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""A layer's ``cpu_linear``: takes rows, a weight that it does not read, and a bias."""
+
 
 def check_product(
     product: Callable[[torch.Tensor], torch.Tensor],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -12,26 +12,35 @@ from unittest import mock
 @contextmanager
 def sums_by_columns(runner: Any) -> Iterator[None]:
     """Sum a node's attention in the order of the tree's rows."""
-    from dyntree_plugin.engine.attention import cpu
+    from dyntree_plugin.engine.attention import cpu, latent_cpu
 
-    stock = cpu.TreeAttention
-    with mock.patch.object(cpu, "TreeAttention", lambda *rows, by_path, **of: stock(*rows, **of)):
+    with ExitStack() as patches:
+        for module, name in ((cpu, "TreeAttention"), (latent_cpu, "LatentTreeAttention")):
+            stock = getattr(module, name)
+
+            def by_columns(*rows: Any, by_path: bool = False, of: Any = stock, **more: Any) -> Any:
+                return of(*rows, **more)
+
+            patches.enter_context(mock.patch.object(module, name, by_columns))
         yield
 
 
 @contextmanager
 def plain_rows_by_vllm(runner: Any) -> Iterator[None]:
-    """Leave rows without a tree to vLLM's kernel."""
-    from dyntree_plugin.engine.attention import cpu
+    """Leave rows without a tree to vLLM's kernels."""
+    from dyntree_plugin.engine.attention import cpu, latent_cpu
 
-    stock = cpu.TreeCPUAttentionMetadataBuilder.build
+    with ExitStack() as patches:
+        for builder in (cpu.TreeCPUAttentionMetadataBuilder, latent_cpu.LatentNumbaBuilder):
 
-    def build(self: Any, *given: Any, tree_mask: Any = None, **named: Any) -> Any:
-        if tree_mask is not None and tree_mask.has_plain:
-            tree_mask = replace(tree_mask, same_bits=False)
-        return stock(self, *given, tree_mask=tree_mask, **named)
+            def build(
+                self: Any, *given: Any, tree_mask: Any = None, of: Any = builder.build, **more: Any
+            ) -> Any:
+                if tree_mask is not None and tree_mask.has_plain:
+                    tree_mask = replace(tree_mask, same_bits=False)
+                return of(self, *given, tree_mask=tree_mask, **more)
 
-    with mock.patch.object(cpu.TreeCPUAttentionMetadataBuilder, "build", build):
+            patches.enter_context(mock.patch.object(builder, "build", build))
         yield
 
 

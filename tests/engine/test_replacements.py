@@ -27,6 +27,7 @@ OURS = (
     "self.step.", "step.", "self._record.", "record.", "self._counts.", "counts.",
     "self.speculator.", "self.rejection_sampler.", "self.model_runner.", "copied.",
     "self._stages.", "self._draft.", "self.ops.", "self._sent[-1].", "each.masks", "made.",
+    "LatentNumbaImpl.",
 )  # fmt: skip
 """Prefixes of fields of our own objects."""
 SETTINGS = (

@@ -11,6 +11,7 @@ import torch
 from attention_checks import TOLERANCE, AttentionChecks, assert_matches, rounds_as
 from attention_inputs import tree_mask
 from latent_inputs import make_latent_case
+from position_checks import OrderChecks
 from tree_shapes import chain, random_tree
 
 from dyntree_kernels.cpu.latent_attention import LatentTreeAttention
@@ -19,8 +20,8 @@ DEEPSEEK = {"head_size": 576, "rope": 64}
 
 
 def attend(q: torch.Tensor, cache: torch.Tensor, *rows: torch.Tensor, **of_layer: Any) -> None:
-    truncate = of_layer.pop("truncate", False)
-    LatentTreeAttention(*rows, truncate=truncate)(q, cache, **of_layer)
+    options = {name: of_layer.pop(name, False) for name in ("truncate", "by_path")}
+    LatentTreeAttention(*rows, **options)(q, cache, **of_layer)
 
 
 make_case = partial(make_latent_case, attend)
@@ -29,7 +30,13 @@ make_case = partial(make_latent_case, attend)
 class TestLatentAttention(AttentionChecks):
     kernel = "cpu"
     make = staticmethod(make_case)
+    ways = ({}, {"by_path": True})
     contexts = (0, 1, 31, 32, 33, 95, 200)
+
+
+class TestOrderOfPositions(OrderChecks):
+    make = staticmethod(make_case)
+    layouts = ({"heads": 3}, {"heads": 16, "dtype": torch.bfloat16, **DEEPSEEK})
 
 
 @pytest.mark.parametrize(

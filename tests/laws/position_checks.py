@@ -13,8 +13,8 @@ from attention_inputs import AttentionCase, tree_mask
 from tree_shapes import chain
 
 
-class PositionChecks:
-    """Tests of the kernel that runs the cases of ``make`` with the option `by_path`.
+class OrderChecks:
+    """Tests of a kernel that runs the cases of ``make`` with the option `by_path`.
 
     ``layouts`` are arguments of ``make``, ``options`` those of the kernel, ``plain`` further ones
     for requests without a tree, and ``others`` options with which sums run in another order.
@@ -79,6 +79,41 @@ class PositionChecks:
         for layout in self.layouts:
             self.assert_plain(**layout)
 
+    def test_another_order_has_other_bits(self) -> None:
+        """Control: the columns' order, and what else `others` have."""
+        trees = self.trees()
+        plain = self.last_rows(self.rows(trees, range(len(trees.q)), [1] * len(trees.q)))
+        for other in self.others:
+            out = trees.run(**other)
+            torch.testing.assert_close(out, plain, atol=1e-5, rtol=1e-5)
+            assert (out != plain).flatten(1).any(1).float().mean() > 0.3
+
+    def test_exchanged_ancestors_have_other_bits(self) -> None:
+        """Control."""
+        alone = self.last_row()
+        (keys,), (values,) = alone.keys, alone.values
+        order = torch.arange(len(keys))
+        order[-3:-1] = order[-3:-1].flip(0)
+        given = alone.q.cpu(), [keys[order]], [values[order]]
+        exchanged = self.make(alone.masks, [len(keys) - 1], given=given)
+        exchanged.features = alone.features
+        assert not torch.equal(exchanged.run(**self.options), alone.run(**self.options))
+
+    def last_row(self) -> AttentionCase:
+        """Return the last row of the first tree as a plain row."""
+        trees = self.trees()
+        return self.rows(trees, [trees.rows(0).stop - 1], [1])
+
+    def _with(self, case: AttentionCase, name: str | None) -> AttentionCase:
+        case.features = dataclasses.replace(
+            case.features, **on(case.q.device, BEYOND[name] if name else {})
+        )
+        return case
+
+
+class PositionChecks(OrderChecks):
+    """Those of a kernel that serves layers with `BEYOND`."""
+
     @pytest.mark.parametrize("name", BEYOND)
     def test_windows_soft_caps_sinks_and_scales_keep_the_bits(self, name: str) -> None:
         """Some chains have more rows than the window has positions."""
@@ -93,27 +128,11 @@ class PositionChecks:
         many.features = case.features
         assert torch.equal(many.run(**self.options), case.run(**self.options).repeat(3, 1, 1))
 
-    def test_another_order_has_other_bits(self) -> None:
-        """Control: the columns' order, and what else `others` have."""
-        trees = self.trees()
-        plain = self.last_rows(self.rows(trees, range(len(trees.q)), [1] * len(trees.q)))
-        for other in self.others:
-            out = trees.run(**other)
-            torch.testing.assert_close(out, plain, atol=1e-5, rtol=1e-5)
-            assert (out != plain).flatten(1).any(1).float().mean() > 0.3
-
-    def test_other_positions_have_other_bits(self) -> None:
-        """Control: tiles that begin elsewhere, and two ancestors that are exchanged."""
-        trees = self.trees()
-        row = trees.rows(0).stop - 1
-        alone = self.rows(trees, [row], [1])
+    def test_tiles_that_begin_elsewhere_have_other_bits(self) -> None:
+        """Control."""
+        alone = self.last_row()
         (keys,), (values,) = alone.keys, alone.values
         right = alone.run(**self.options)
-        order = torch.arange(len(keys))
-        order[-3:-1] = order[-3:-1].flip(0)
-        given = alone.q.cpu(), [keys[order]], [values[order]]
-        exchanged = self.make(alone.masks, [len(keys) - 1], given=given)
-        assert not torch.equal(exchanged.run(**self.options), right)
         shifted = [torch.cat([x[:8], x]) for x in (keys, values)]
         given = alone.q.cpu(), *([each] for each in shifted)
         later = self.make(alone.masks, [len(keys) + 7], given=given)
@@ -121,9 +140,3 @@ class PositionChecks:
         out = later.run(**self.options)
         torch.testing.assert_close(out, right, atol=1e-5, rtol=1e-5)
         assert not torch.equal(out, right)
-
-    def _with(self, case: AttentionCase, name: str | None) -> AttentionCase:
-        case.features = dataclasses.replace(
-            case.features, **on(case.q.device, BEYOND[name] if name else {})
-        )
-        return case

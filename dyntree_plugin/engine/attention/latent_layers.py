@@ -43,7 +43,8 @@ def latent_features(layer: Any) -> LayerFeatures:
 
 @dataclass
 class TreeLatentMetadata(MLACommonMetadata[MLACommonDecodeMetadata]):
-    """``attend`` serves all rows that vLLM counts as decodes; others are prompts."""
+    """``attend`` serves all rows that vLLM counts as decodes; others are prompts. Without decodes
+    and metadata of prompts it serves all rows."""
 
     attend: Attend | None = None
 
@@ -72,6 +73,12 @@ def fill_masks(
     if mask.in_place:
         return of_trees
     return buffers.fill(starts, seq_lens, rows, *of_trees, all_trees=not mask.has_plain)
+
+
+def of_batch(common: CommonAttentionMetadata) -> dict[str, Any]:
+    """Return what all metadata say of a batch."""
+    names = ("num_reqs", "max_query_len", "max_seq_len", "num_actual_tokens", "query_start_loc")
+    return {name: getattr(common, name) for name in (*names, "slot_mapping")}
 
 
 class LatentTreeBuilder:
@@ -130,12 +137,7 @@ class LatentTreeBuilder:
             kv_lens=None,
         )
         return TreeLatentMetadata(
-            num_reqs=common.num_reqs,
-            max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
-            num_actual_tokens=common.num_actual_tokens,
-            query_start_loc=common.query_start_loc,
-            slot_mapping=common.slot_mapping,
+            **of_batch(common),
             num_decodes=ours,
             num_decode_tokens=rows,
             num_prefills=rest.num_prefills if rest else 0,

@@ -15,7 +15,6 @@ long for a prompt, so that they are for weights that SGLang's kernel does not ta
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,14 +24,11 @@ from vllm.model_executor.layers import utils
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from dyntree_plugin.engine.configuration import tree_plan
-from dyntree_plugin.engine.row_bits import check_product
+from dyntree_plugin.engine.row_bits import Product, check_product
 
 LEAST = 8
 MOST_ON_TILES = 32
 _ANY = 1 << 62
-
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""A layer's ``cpu_linear``: takes rows, a weight that it does not read, and a bias."""
 
 _stock = utils.dispatch_cpu_unquantized_gemm
 _checked: set[tuple[torch.dtype, torch.Size]] = set()
@@ -40,6 +36,9 @@ _checked: set[tuple[torch.dtype, torch.Size]] = set()
 
 def install() -> None:
     """Let this process's engines with `exactness` bits multiply so, also with later weights."""
+    from dyntree_plugin.engine.attention.latent_cpu import LatentNumbaImpl
+
+    LatentNumbaImpl.product_of = staticmethod(product_of)
     module: Any = utils
     module.dispatch_cpu_unquantized_gemm = _dispatch
 

@@ -59,6 +59,10 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        if self.plan.same_bits:
+            from dyntree_plugin.engine.cpu.experts import keep_bits
+
+            keep_bits(self.model)
         if self.compilation_config.mode == CompilationMode.NONE:
             drafts = [self.speculator, *getattr(self.speculator, "further", ())]
             for model in filter(None, (getattr(each, "model", None) for each in drafts)):

@@ -24,39 +24,19 @@ from dyntree_kernels.cpu.attention import (
 )
 from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.layout import flat
-from dyntree_kernels.cpu.simd import LANES, ROWS, accumulate, as_numpy, widen
+from dyntree_kernels.cpu.path_attention import path_attention
+from dyntree_kernels.cpu.simd import LANES, ROWS, as_numpy
 from dyntree_kernels.cpu.threads import use_torch_threads
 from dyntree_kernels.cpu.tiles import (
     ALL,
-    MASKED,
     TILE,
-    ZERO,
-    add_non_finite,
+    attend_tile,
+    begin,
     divide,
-    mask_scores,
-    softmax_step,
+    load_latents,
+    tile_views,
 )
 from dyntree_kernels.features import LayerFeatures
-
-
-@compiled
-def _load_latents(rows, columns, cache, steps, n, table, start, seen):
-    """Copy the TILE positions from `start` into rows [TILE, D] and columns [D, TILE].
-
-    Those outside the bit mask `seen` become zero. steps: of a block and of a position.
-    """
-    for j in range(TILE):
-        if (seen >> np.uint32(j)) & np.uint32(1) == 0:
-            rows[j, :] = ZERO
-            continue
-        place = (start + j) // n
-        block = np.int64(table[place]) if place < len(table) else np.int64(0)
-        at = block * steps[0] + (start + j) % n * steps[1]
-        for i in range(0, rows.shape[1], LANES):
-            widen(rows, j, i, cache, at + i)
-    for i in range(rows.shape[1]):
-        for j in range(TILE):
-            columns[i, j] = rows[j, i]
 
 
 @compiled
@@ -68,38 +48,23 @@ def _chunk_attention(q, cache, steps, n, table, ctx, bits, heads, out, workspace
     working memory.
     """
     rows, d = q.shape
-    tile_size = d * TILE
-    columns = workspace[:tile_size].reshape(d, TILE)
-    latents = workspace[tile_size : 2 * tile_size].reshape(TILE, d)
-    at = 2 * tile_size
-    scores = workspace[at : at + rows * TILE].reshape(rows, TILE)
-    at += rows * TILE
-    state = workspace[at : at + 2 * rows].reshape(rows, 2)  # maximum and sum of the weights
-    state[:, 0] = MASKED
-    state[:, 1] = ZERO
-    out[:, :] = ZERO
+    columns, latents, scores, state = tile_views(workspace, rows, d)
+    begin(out, state, None, 0, heads)
     for start in range(0, ctx + 32 * bits.shape[1], TILE):
-        seen = ALL
-        if start + TILE > ctx:
+        seen, masked = ALL, start + TILE > ctx
+        if masked:
             seen = seen_words(words, bits, heads, ctx, start, None)
             if seen == 0:
                 continue
-        _load_latents(latents, columns, cache, steps, n, table, start, seen)
-        scores[:, :] = ZERO
-        accumulate(scores, q, columns)
-        if start + TILE > ctx:
-            mask_scores(scores, words)
-        softmax_step(scores, out, state)
-        if start + TILE > ctx:
-            add_non_finite(out, scores, latents[:, : out.shape[1]], words)
-        accumulate(out, scores, latents)  # of latents, as many columns as `out` has
+        load_latents(columns, latents, cache, steps, n, table, start, seen)
+        attend_tile(q, columns, latents, words, masked, None, scores, out, state)
     divide(out, state)
 
 
 @compiled(parallel=True, nogil=True)
 def _latent_attention(
     q, q_step, cache, steps, n, sizes, block_table, ctx_lens, qo_indptr, bits, heads, chunk, out,
-    out_step, scale, workspace, words, truncate,
+    out_step, scale, workspace, words, truncate, by_path,
 ):  # fmt: skip
     threads, (d, v) = workspace.shape[0], sizes
     for thread in numba.prange(threads):
@@ -120,11 +85,17 @@ def _latent_attention(
                 queries = space[: rows * d].reshape(rows, d)
                 result = space[rows * d : rows * (d + v)].reshape(rows, v)
                 load_rows(queries, q, q_step, first, 0, heads, count * heads, scale)
-                _chunk_attention(
-                    queries, cache, steps, n, block_table[r], np.int64(ctx_lens[r]),
-                    bits[first : first + count], heads, result, space[rows * (d + v) :],
-                    words[thread],
-                )  # fmt: skip
+                ctx, some = np.int64(ctx_lens[r]), bits[first : first + count]
+                memory = space[rows * (d + v) :], words[thread]
+                if by_path is None:
+                    _chunk_attention(
+                        queries, cache, steps, n, block_table[r], ctx, some, heads, result, *memory
+                    )  # fmt: skip
+                else:
+                    path_attention(
+                        queries, cache, None, n, False, steps, None, block_table[r], ctx, some,
+                        heads, result, *memory, None, 0, 0,
+                    )  # fmt: skip
                 store_rows(result, out, out_step, first, 0, heads, count * heads, truncate)
 
 
@@ -162,5 +133,5 @@ class LatentTreeAttention(TreeAttention):
             rows_of(q), q.stride(0), as_numpy(flat(cache)), cache.stride()[:2], cache.shape[1],
             (d, v), self._block_table, self._ctx_lens, self._qo_indptr, self._bits, heads, chunk,
             rows_of(out), out.stride(0), np.float32(features.scale), self._floats, self._words,
-            self._truncates(out),
+            self._truncates(out), self._by_path,
         )  # fmt: skip

@@ -22,6 +22,8 @@ from dyntree_kernels.cpu.tiles import (
     attend_tile,
     begin,
     divide,
+    load_latent,
+    load_latents,
     load_tile,
     tile_views,
 )
@@ -117,13 +119,34 @@ def _load_position(tile_keys, tile_values, j, k_block, v_block, n, at, paired):
 
 
 @compiled
+def _load_wanted(
+    tile_keys, tile_values, held, wanted, word, keys, values, n, paired, k_steps, v_steps, table
+):
+    """Copy the positions of `word` that the tile does not hold, which has some of another row."""
+    for j in range(TILE):
+        if (word >> np.uint32(j)) & _ONE == _NONE or held[j] == wanted[j]:
+            continue
+        held[j] = wanted[j]
+        if values is None:
+            load_latent(tile_keys, tile_values, j, keys, k_steps, n, table, held[j])
+        else:
+            page = held[j] // n
+            block = np.int64(table[page]) if page < len(table) else np.int64(0)
+            _load_position(
+                tile_keys, tile_values, j, keys[block * k_steps[0] + k_steps[1] :],
+                values[block * v_steps[0] + v_steps[1] :], n, held[j] % n, paired,
+            )  # fmt: skip
+
+
+@compiled
 def path_attention(
     q, keys, values, n, paired, k_steps, v_steps, table, ctx, bits, heads, out, workspace, words,
     beyond, head, place,
 ):  # fmt: skip
     """Compute the attention of the rows of one chunk over one KV head, in the order of positions.
 
-    The arguments are those of `attention._chunk_attention`.
+    The arguments are those of `attention._chunk_attention`. Without values, the keys are a cache of
+    latent vectors, and `k_steps` those of `latent_attention`; `out` may then have fewer columns.
     """
     rows, d = q.shape
     tile_keys, tile_values, scores, state = tile_views(workspace, rows, d)
@@ -140,9 +163,13 @@ def path_attention(
             seen = span_words(words, first, last, heads, start)
             if seen == _NONE:
                 continue
-        load_tile(
-            tile_keys, tile_values, keys, values, k_steps, v_steps, table, n, start, paired, seen
-        )  # fmt: skip
+        if values is None:
+            load_latents(tile_keys, tile_values, keys, k_steps, n, table, start, seen)
+        else:
+            load_tile(
+                tile_keys, tile_values, keys, values, k_steps, v_steps, table, n, start, paired,
+                seen,
+            )  # fmt: skip
         for j in range(TILE):
             held[j] = start + j
         low, high = 0, rows
@@ -153,15 +180,10 @@ def path_attention(
                     continue
                 low, high = own_words(words, i, heads, word)
                 sources(wanted, bits[i], ctx, start)
-                for j in range(TILE):
-                    if (word >> np.uint32(j)) & _ONE and held[j] != wanted[j]:
-                        held[j] = wanted[j]
-                        page = held[j] // n
-                        block = np.int64(table[page]) if page < len(table) else np.int64(0)
-                        _load_position(
-                            tile_keys, tile_values, j, keys[block * k_steps[0] + k_steps[1] :],
-                            values[block * v_steps[0] + v_steps[1] :], n, held[j] % n, paired,
-                        )  # fmt: skip
+                _load_wanted(
+                    tile_keys, tile_values, held, wanted, word, keys, values, n, paired, k_steps,
+                    v_steps, table,
+                )  # fmt: skip
             cleared = attend_tile(
                 q[low:high], tile_keys, tile_values, words[low:high], masked or not shared,
                 beyond, scores[low:high], out[low:high], state[low:high],

@@ -76,6 +76,40 @@ def load_tile(
     load_values(tile_values, v_block, n, start % n, paired, seen)
 
 
+@compiled
+def _load_vector(values, j, cache, steps, n, table, position):
+    place = position // n
+    block = np.int64(table[place]) if place < len(table) else np.int64(0)
+    at = block * steps[0] + position % n * steps[1]
+    for i in range(0, values.shape[1], LANES):
+        widen(values, j, i, cache, at + i)
+
+
+@compiled
+def load_latent(keys, values, j, cache, steps, n, table, position):
+    """Copy the latent vector of a position to position j of keys [D, TILE] and values [TILE, D].
+
+    steps: of a block and of a position in the cache.
+    """
+    _load_vector(values, j, cache, steps, n, table, position)
+    for i in range(values.shape[1]):
+        keys[i, j] = values[j, i]
+
+
+@compiled
+def load_latents(keys, values, cache, steps, n, table, start, seen):
+    """As `load_latent`, the TILE positions from `start`. Those outside the bit mask `seen` become
+    zero."""
+    for j in range(TILE):
+        if (seen >> np.uint32(j)) & np.uint32(1):
+            _load_vector(values, j, cache, steps, n, table, start + j)
+        else:
+            values[j, :] = ZERO
+    for i in range(values.shape[1]):
+        for j in range(TILE):
+            keys[i, j] = values[j, i]
+
+
 @compiled(fastmath=_UNROLLED)
 def cap_scores(scores, cap):
     inverse = np.float32(1) / cap
@@ -122,6 +156,7 @@ def softmax_step(scores, sums, state):
 @compiled
 def add_non_finite(out, scores, values, words):
     """Add values that are not all finite to the rows that see their positions, and clear them.
+    Values may have more columns than `out`, which do not count.
 
     The product of all weights and values would give NaN to rows that do not see them. Return the
     bits of the positions that were cleared.
@@ -129,12 +164,12 @@ def add_non_finite(out, scores, values, words):
     cleared = np.uint32(0)
     for j in range(TILE):
         infinite = np.int32(0)
-        for k in range(values.shape[1]):
+        for k in range(out.shape[1]):
             infinite += np.int32(not abs(values[j, k]) < _INFINITY)
         if infinite > 0:
             for i in range(out.shape[0]):
                 if (words[i] >> np.uint32(j)) & np.uint32(1):
-                    for k in range(values.shape[1]):
+                    for k in range(out.shape[1]):
                         out[i, k] += scores[i, j] * values[j, k]
             values[j, :] = ZERO
             cleared |= np.uint32(1) << np.uint32(j)

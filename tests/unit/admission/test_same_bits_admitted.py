@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from configurations import UNCHECKED, Build, admit, changed, refusal_of
+from configurations import UNCHECKED, Build, admit, changed, refusal_of, with_all
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from dyntree_plugin.admission.same_bits import REFUSALS, bits_refusals
+from dyntree_plugin.admission.same_bits import EXPERTS, ON_CPU, ON_CUDA, REFUSALS, bits_refusals
 
 BITS = {"exactness": "bits"}
 CHANGES: dict[str, tuple[str, Any]] = {
     "is_moe": ("model_config.is_moe", True),
+    "is_moe, architecture": ("model_config.architecture", "MixtralForCausalLM"),
+    "is_moe, enforce_eager": ("model_config.enforce_eager", False),
+    "is_moe, data_parallel_size": ("parallel_config.data_parallel_size", 2),
     "is_hybrid": ("model_config.is_hybrid", True),
     "use_mla": ("model_config.use_mla", True),
     "quantization": ("model_config.quantization", "fp8"),
@@ -43,16 +46,42 @@ def test_dense_models_are_admitted(build: Build, dtype: str, device: str) -> Non
         admit(changed(build(dtype=dtype, dyntree=BITS), *UNCHECKED), **BITS)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)
+EVERY = [
+    *(("cpu", each) for each in (*REFUSALS, *ON_CPU)),
+    *(("cuda", each) for each in (*REFUSALS, *ON_CUDA)),
+]
+
+
+def with_experts(build: Build, **changes: Any) -> Any:
+    served = {
+        "model_config.is_moe": True,
+        "model_config.architecture": EXPERTS[0],
+        "model_config.enforce_eager": True,
+    }
+    return with_all(build(dyntree=BITS), served | changes)
+
+
+@pytest.mark.parametrize(
+    ("device", "refusal"), EVERY, ids=lambda each: each if isinstance(each, str) else each.option
+)
 @pytest.mark.usefixtures("batch_invariant")
 def test_one_change_is_refused_with_its_option_and_advice(
     build: Build, refusal: Any, device: str
 ) -> None:
     (option,) = (name for name in CHANGES if refusal.option == f"dyntree.exactness, {name}")
-    (reason,) = bits_refusals(changed(build(dyntree=BITS), *CHANGES[option]), device)
-    assert reason.startswith(f"dyntree.exactness, {option}=('bits', ")
+    name, value = CHANGES[option]
+    dense = changed(build(dyntree=BITS), name, value)
+    config = with_experts(build, **{name: value}) if "is_moe, " in option else dense
+    (reason,) = bits_refusals(config, device)
+    assert reason.startswith(f"dyntree.exactness, {option}=(")
     assert refusal.advice in reason
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_and_latent_attention_are_admitted_on_a_cpu(build: Build, name: str) -> None:
+    for latent in (True, False):
+        changes = {"model_config.architecture": name, "model_config.use_mla": latent}
+        assert not [*bits_refusals(with_experts(build, **changes), "cpu")]
 
 
 @pytest.mark.usefixtures("batch_invariant")
