@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -26,6 +29,30 @@ def quicken() -> None:
         raise RuntimeError("the interpreter asserts what is left out here")
     object.__setattr__(options, "sanitize_overflow", False)
     _keep_types(tl, module)
+
+
+@contextmanager
+def multiplied_in_order() -> Iterator[None]:
+    """Let each row of a product have the same bits whatever its number.
+
+    numpy's have not on every CPU: on AMD's Zen 5 a row's sums run in an order that depends on it.
+    """
+    from triton.runtime import interpreter
+
+    stock = interpreter.InterpreterBuilder.create_dot
+
+    def dot(*given: Any) -> Any:
+        with mock.patch.object(np, "matmul", _matmul):
+            return stock(*given)
+
+    with mock.patch.object(interpreter.InterpreterBuilder, "create_dot", dot):
+        yield
+
+
+def _matmul(a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
+    """Multiply [..., M, K] with [..., K, N] and add up in the order of K."""
+    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    return np.multiply(a[..., None], b[..., None, :, :], dtype=dtype).sum(axis=-2)
 
 
 def _keep_types(tl: Any, interpreter: Any) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from test_budget_by_tree import batch
 from test_regret import (
     RUNS,
     Curve,
@@ -19,7 +20,6 @@ from test_regret import (
     by_blocks,
     cost,
     dear_from_9,
-    decoding,
     flat,
     larger,
     one_size,
@@ -83,7 +83,9 @@ def run_chains(
         ):
             forwards += 1
         target, draft = world.step(rows, forwards, tokens)
-        budget.observe(decoding(requests, rows), 1 + forwards, {"target": target, "draft": draft})
+        budget.observe(
+            batch(rows, (0,) * requests, 100), 1 + forwards, {"target": target, "draft": draft}
+        )
         there = np.arange(DEPTH) <= forwards
         whole = torch.full((requests,), 1 + forwards)
         needed = torch.arange(DEPTH).expand(requests, DEPTH)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +15,7 @@ from attention_checks import BEYOND, FeatureChecks, assert_matches, on, tree_bat
 from attention_inputs import draft_masks, tree_mask
 from paged_cases import DEVICE, LAYOUTS, make_case
 from position_checks import PositionChecks
+from quick_interpreter import multiplied_in_order
 from tree_shapes import chain
 
 from dyntree_kernels.cuda.attention import Tiling, tiling, tree_attention
@@ -55,6 +58,11 @@ class TestOrderOfPositionsOnTheDevice(PositionChecks):
     )
     nodes = (40, 65, 9, 33) if ON_GPU else (14, 17, 5)
     contexts = [300, 0, 45, 223] if ON_GPU else [120, 0, 95]
+
+    @pytest.fixture(autouse=True)
+    def in_order(self) -> Iterator[None]:
+        with nullcontext() if ON_GPU else multiplied_in_order():
+            yield
 
 
 @pytest.mark.parametrize("splits", [1, 3])
