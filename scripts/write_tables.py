@@ -151,6 +151,7 @@ REASONS = {
     "DeepseekV4Attention": "sparse attention",
     "MiniMaxM3SparseAttention": "sparse attention",
     "use_mla, kv_cache_dtype": "FP8 cache",
+    "index_topk, kv_cache_dtype, compute capability": "`fp8_e4m3` cache on Hopper",
     "method, target's use_mla, uses_mrope": "block draft",
     "draft's architectures": "class of block draft",
     "num_nextn_predict_layers, architecture": "several modules",

@@ -17,6 +17,16 @@ _SPARSE_MODULE = "DeepseekV32MTPModel"
 _LATENT = Targets("use_mla", lambda m: m.use_mla)
 _SPARSE = Targets("index_topk", index_topk)
 
+_HOPPER = 9
+
+
+def _dtype_and_capability(config: Any) -> tuple[str, int | None]:
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    return kv_cache_dtype(config), capability and capability.major
+
+
 SPARSE_ON_CUDA = (
     _SPARSE.other_than(SPARSE_TARGETS),
     *_SPARSE.uncompared("dtype", "pipeline_parallel_size", "kv_transfer_config", "enable_lora"),
@@ -25,6 +35,13 @@ SPARSE_ON_CUDA = (
         lambda c: c.attention_config.indexer_kv_dtype,
         lambda dtype: dtype not in ("auto", "fp8"),
         "trees move keys of the indexer in FP8 alone; leave it out",
+    ),
+    _SPARSE.refusal(
+        "kv_cache_dtype, compute capability",
+        _dtype_and_capability,
+        lambda found: found == ("fp8_e4m3", _HOPPER),
+        "there trees run on FLASHMLA_SPARSE and FLASH_ATTN_MLA_SPARSE, of which the first reads a "
+        "quantised cache in its own layout alone; set --kv-cache-dtype to fp8 or auto",
     ),
     _SPARSE.refusal(
         "attention_config.hisparse_config",

@@ -32,7 +32,7 @@ class LatentKind(AttentionKind):
         elif not self.carries_trees(backend):
             yield (
                 f"backend {backend.get_name()} is not supported: trees pass latent attention on "
-                f"{' and '.join(backends)}; set --attention-backend to it"
+                f"{', '.join(backends)}; set --attention-backend to one that this GPU runs"
             )
         sizes = layer.kv_lora_rank, layer.qk_rope_head_dim
         if any(size < 16 or size & (size - 1) for size in sizes):

@@ -53,6 +53,8 @@ class TreeBudget:
         # Rows of the next step so far and the prices of more; None if there are trees, too.
         self._rows: int | None = None
         self._prices: Prices | None = None
+        # Which chains go on to the level that is drafted; None before the first.
+        self._going: np.ndarray | None = None
         self._ended: float | None = None
         self._context = 0.0
         self._decode_next = np.zeros(0, dtype=bool)
@@ -185,6 +187,8 @@ class TreeBudget:
             # Before the first draw that a price could depend on.
             self._prices = self._prices_of(requests, self._curve(self._steps + 1))
         if self._rows is not None:
+            if number == 0:
+                self._rows, self._going = requests, None
             self._bounds.append(0.0)
             return self._chains_pay(chances.max(axis=1, initial=0.0), number)
         bound = frontier_gain(chances, self._row_tokens)
@@ -201,7 +205,9 @@ class TreeBudget:
         prices, left = self._prices, self._depth - number
         if prices is None or self._rows is None or left < 2:
             return False
-        going = going_on(level, left, self._rows, prices)
+        if self._going is not None:
+            level = np.where(self._going, level, 0.0)
+        self._going = going = going_on(level, left, self._rows, prices)
         self._rows += int(going.sum())
         expected = np.where(going, prices.ratio * level, 0.0)
         return bool(going_on(expected, left - 1, self._rows, prices, drafted=False).any())

@@ -2,9 +2,10 @@
 
 Whether a chain ends must be decided before its next token is drawn
 (`tests/unit/tree/papers/test_traversal.py` enumerates it). So the chains of a batch are cut level
-by level. Their later tokens are foreseen at the usual ratio, and those chains go on that the best
-cut of what is foreseen (`choice.best_cut`, at the average rate of recent steps) would verify
-further. So a row is not left out that pays with those after it, which share a block of a kernel.
+by level. Their later tokens are foreseen at the usual ratio. The best cut is found with these, as
+in `choice.best_cut`, at the average rate of recent steps; a chain goes on if that cut verifies more
+of it. So a row that does not pay alone is verified if it pays together with later ones, as where a
+kernel computes rows in blocks.
 
 Trees are cut to their most valuable nodes, each above a limit that follows from earlier steps: what
 a node draws changes the values of nodes of less value alone.
@@ -27,7 +28,7 @@ FIRST_RATIO = 0.8
 
 
 class Prices(NamedTuple):
-    """What going on costs, computed before any token of a step was drawn.
+    """What going on costs. It depends on no token that the step draws.
 
     ``row_seconds``: seconds that verification takes by its rows, which end with the most rows of a
     step. ``forward``: seconds of a draft forward. ``rate``: tokens per second that a step's time is

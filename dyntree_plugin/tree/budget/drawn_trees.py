@@ -84,7 +84,7 @@ class DrawnTreeChoice:
         requests, nodes = chances.shape
         counts = np.zeros(requests, dtype=np.int64)
         known, rate = self._of(requests), rate or self.rate
-        least = np.zeros(requests * nodes)
+        least = np.zeros(min(requests * nodes, max(len(row_seconds) - 1 - requests, 0)))
         if self.rate is not None and rate is not None and known.table is not None:
             mean = np.diff(known.table[self.forwards]).repeat(requests)
             least = least_values(mean, requests, row_seconds, rate)

@@ -106,17 +106,26 @@ def test_what_vllm_prefers_carries_trees(major: int, monkeypatch: pytest.MonkeyP
     assert {*names[: names.index("TRITON_ATTN") + 1]} == {*CUDA_BACKENDS}
 
 
-@pytest.mark.parametrize("major", [9, 10])
-@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@pytest.mark.parametrize(
+    ("major", "cache", "carried"),
+    [
+        *((major, cache, True) for major in (9, 10) for cache in ("auto", "fp8")),
+        (10, "fp8_e4m3", True),
+        (9, "fp8_e4m3", False),  # refused
+    ],
+)
 def test_with_an_indexer_what_vllm_prefers_carries_trees(
-    major: int, cache: Any, monkeypatch: pytest.MonkeyPatch
+    major: int, cache: Any, carried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FLASHMLA_SPARSE takes all that trees serve."""
     monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("kernels"))
     from vllm.platforms import cuda
 
-    preferred = cuda._get_backend_priorities(
-        True, DeviceCapability(major, 0), num_heads=128, kv_cache_dtype=cache
-    )
-    names = [backend.name for backend in preferred if "SPARSE" in backend.name]
-    assert {*names[: names.index("FLASHMLA_SPARSE") + 1]} <= {*SPARSE_CUDA_BACKENDS}
+    capability = DeviceCapability(major, 0)
+    preferred = cuda._get_backend_priorities(True, capability, num_heads=128, kv_cache_dtype=cache)
+    sparse = {each.name: each.get_class() for each in preferred if "SPARSE" in each.name}
+    fitting = [
+        name
+        for name, kind in sparse.items()
+        if kind.supports_compute_capability(capability) and kind.supports_kv_cache_dtype(cache)
+    ]
+    assert (fitting[0] in SPARSE_CUDA_BACKENDS) == carried

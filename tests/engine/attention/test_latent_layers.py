@@ -156,7 +156,7 @@ def layer(**changes: Any) -> Any:
 
 TRITON_MLA = "dyntree_plugin.engine.attention.latent_cuda.TreeTritonMLABackend"
 BEYOND: list[tuple[dict[str, Any], str]] = [
-    ({"backend": CPUMLABackend}, "backend CPU_MLA is not .* set --attention-backend to it"),
+    ({"backend": CPUMLABackend}, "backend CPU_MLA is not .* set --attention-backend to one"),
     ({"use_sparse": True}, r"sparse latent attention \(DSA\) is not supported"),
     ({"indexer": object()}, r"sparse latent attention \(DSA\) is not supported"),
     ({"kv_lora_rank": 192}, r"kv_lora_rank, qk_rope_head_dim=\(192, 64\) is not supported"),
@@ -192,7 +192,7 @@ def test_on_cuda_an_indexer_is_served_by_one_class_on_what_vllm_prefers() -> Non
         assert kind.serves(ours)
         assert list(kind.unserved(ours, 17)) == []
     (reason,) = kind.unserved(of(module, "FLASHINFER_MLA_SPARSE_SM120"), 17)
-    assert f"trees pass latent attention on {' and '.join(SPARSE_CUDA_BACKENDS)}; set" in reason
+    assert f"trees pass latent attention on {', '.join(SPARSE_CUDA_BACKENDS)}; set" in reason
     other = of("vllm.models.hy_v4.attention", "FLASHMLA_SPARSE")
     assert not kind.serves(other)
     assert re.match("sparse latent attention", *kind.unserved(other, 17))

@@ -28,6 +28,7 @@ from test_regret import (
 
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.tree.budget import row_cost
+from dyntree_plugin.tree.budget.chains import FIRST_RATIO
 from dyntree_plugin.tree.budget.row_cost import RowCost
 
 DEPTH, FORWARD, STEPS = 8, 0.0015, 200
@@ -156,3 +157,27 @@ def test_trees_lose_to_no_fixed_size_when_the_batch_changes(
     least = 0.95 if run is one_size else 0.97
     for end in range(STEPS // 2, len(world.trees) + 1, STEPS // 2):
         assert world.of_best(end - STEPS // 4, end) > least
+
+
+@pytest.mark.parametrize("requests", [2, 3, 5])
+def test_every_level_that_is_drafted_is_verified(requests: int) -> None:
+    """Where chances fall as they are foreseen to."""
+    made, budget, found = np.random.default_rng(3), TreeBudget(DEPTH), list[tuple[int, int]]()
+    budget.measured(cost(by_blocks))
+    for _ in range(100):
+        chances = made.random((requests, 1)) * FIRST_RATIO ** np.arange(DEPTH)
+        levels = torch.tensor(chances).float().log()
+        drafted = 1
+        while drafted < DEPTH and budget.drafting_pays(levels[:, drafted - 1 : drafted]):
+            drafted += 1
+        rows = requests * (1 + drafted)
+        seconds = {"target": by_blocks(rows), "draft": FORWARD * drafted}
+        budget.observe(batch(rows, (0,) * requests, 100), drafted, seconds)
+        values = torch.where(torch.arange(DEPTH) < drafted, levels, -torch.inf)
+        needed = torch.arange(DEPTH).expand(requests, DEPTH)
+        whole = torch.full((requests,), drafted)
+        counts = budget.cut(values, whole, needed, np.ones(requests, dtype=bool))
+        found.append((drafted, max(int(counts.max()), 1)))
+    # Nothing is known in the first step, which drafts as much as it may.
+    assert len({drafted for drafted, _ in found[1:]}) > 1
+    assert [each for each in found[1:] if each[0] != each[1]] == []

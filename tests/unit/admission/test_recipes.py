@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from configurations import EAGLE3, ON_CUDA, admit, changed, with_all
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
 from dyntree_kernels.features import SERVED_ON
 from dyntree_plugin.admission import check
@@ -146,8 +148,12 @@ def test_the_recipes_are_served_as_the_page_says(
     assert found == written, json.dumps(found)
 
 
-def test_the_checkpoints_start_as_the_page_says(on: Callable[[str], VllmConfig]) -> None:
-    """With the recipes' commands, on CUDA."""
+def test_the_checkpoints_start_as_the_page_says(
+    on: Callable[[str], VllmConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the recipes' commands, on GPUs of 141 GB, which are Hopper's."""
+    hopper = DeviceCapability(9, 0)
+    monkeypatch.setattr(current_platform, "get_device_capability", lambda: hopper)
     of = {name: each for each in RECIPES for name in each["recipes"]}
 
     def said(each: dict[str, str]) -> str:

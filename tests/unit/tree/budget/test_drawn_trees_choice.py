@@ -90,3 +90,10 @@ def test_the_best_nodes_of_a_batch_are_worth_what_they_add_to_each_request() -> 
     assert found.shape == (3, 4)
     np.testing.assert_allclose(found[2], [0, 0.75, 1.15, 1.25])
     np.testing.assert_allclose(found[0], [0, 0.6, 0.7, 0.7])
+
+
+def test_the_first_trees_take_no_more_rows_than_a_step_has() -> None:
+    values, needed = (each.repeat(4, axis=0) for each in tree(FORWARDS))
+    given = np.ones(4, dtype=bool), needed, FORWARDS
+    count = DrawnTreeChoice(FORWARDS).cut(values, *given, np.arange(10.0), None)
+    assert count.sum() == 10 - 1 - 4
