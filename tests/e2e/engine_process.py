@@ -206,9 +206,7 @@ class Engine:
         gc.freeze()
         copy_processes(multiproc_executor)
         measure_once_if_fixed(arguments)
-        # For a second after a message, readers of the next one spin in place of those that compute.
-        queues: Any = shm_broadcast
-        queues.SpinCondition = partial(queues.SpinCondition, busy_loop_s=0)
+        wait_asleep(shm_broadcast)
         if "." in (executor := arguments.get(EXECUTOR, "")):  # vLLM asks it about pipelines
             arguments = arguments | {EXECUTOR: resolve_obj_by_qualname(executor)}
         self.llm = LLM(**DEFAULTS | arguments)
@@ -306,6 +304,20 @@ class Engine:
             for number in numbers:
                 if run.abort_after.get(number) == steps:
                     engine.abort_request([internal[number]], internal=True)
+
+
+def wait_asleep(queues: Any) -> None:
+    """Let readers of vLLM's queues sleep, and look every 50 ms. For a second after a message they
+    spin in place of those that compute, and a message that wakes them may be dropped."""
+    stock = queues.SpinCondition
+    if isinstance(stock, partial):
+        return
+
+    class Asleep(stock):  # type: ignore[misc]
+        def wait(self, timeout_ms: int | None = None) -> None:
+            super().wait(50 if timeout_ms is None else min(timeout_ms, 50))
+
+    queues.SpinCondition = partial(Asleep, busy_loop_s=0)
 
 
 def copy_processes(module: Any) -> None:
