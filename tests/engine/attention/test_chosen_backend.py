@@ -118,6 +118,10 @@ def test_with_an_indexer_what_vllm_prefers_carries_trees(
     major: int, cache: Any, carried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("kernels"))
+    for name in ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"):
+        library: Any = ModuleType(name)
+        library.flash_attn_varlen_func = library.get_scheduler_metadata = None
+        monkeypatch.setitem(sys.modules, name, library)
     from vllm.platforms import cuda
 
     capability = DeviceCapability(major, 0)
