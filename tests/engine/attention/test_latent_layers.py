@@ -22,7 +22,11 @@ from dyntree_plugin.admission.cuda_backends import SPARSE_CUDA_BACKENDS
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.kernels import AttentionRows
 from dyntree_plugin.engine.attention.latent import LatentKind
-from dyntree_plugin.engine.attention.latent_cpu import LatentNumbaBuilder, TreeCPUMLABackend
+from dyntree_plugin.engine.attention.latent_cpu import (
+    LatentNumbaBuilder,
+    LatentNumbaImpl,
+    TreeCPUMLABackend,
+)
 from dyntree_plugin.engine.attention.latent_cuda import TreeTritonMLABackend
 from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.cpu.kinds import KINDS
@@ -247,3 +251,38 @@ def test_vllms_kernel_gets_a_workspace_for_one_row_of_each_request(
     assert config.speculative_config is not None
     reserve(impl)
     assert rows == [1, 17]
+
+
+class Stock:
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None: ...
+
+
+class Layer(LatentNumbaImpl, Stock):
+    """Two heads of 3 elements with latent vectors of 4; its attention returns its queries."""
+
+    product_of = staticmethod(lambda weight: lambda x, *_: x @ weight.t())
+    kv_lora_rank, qk_nope_head_dim, scale = 4, 3, 1.0
+
+    def __init__(self) -> None:
+        self.kv_b_proj = SimpleNamespace(weight=torch.rand(2 * (3 + 3), 4))
+
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        found, out = lambda q, cache, out, _: out.copy_(q[..., :4]), torch.empty(len(q), 2 * 3)
+        metadata = SimpleNamespace(prefill=None, attend=found)
+        self.forward_mha(q, None, None, None, metadata, output=out)  # type: ignore[arg-type]
+        return out
+
+    def right(self, q: torch.Tensor) -> torch.Tensor:
+        keys, values = self.kv_b_proj.weight.view(2, 6, 4).split(3, dim=1)
+        latent = torch.einsum("rhn,hnl->rhl", q[..., :3], keys)
+        return torch.einsum("rhl,hvl->rhv", latent, values).flatten(1)
+
+
+def test_products_of_heads_are_those_of_weights_that_were_replaced() -> None:
+    """Control: if their loading is not told, they are the earlier ones."""
+    layer, q = Layer(), torch.rand(5, 2, 3 + 2)
+    torch.testing.assert_close(layer.attend(q), layer.right(q))
+    layer.kv_b_proj.weight = torch.rand(12, 4)
+    assert not torch.allclose(layer.attend(q), layer.right(q))
+    layer.process_weights_after_loading(torch.float32)
+    torch.testing.assert_close(layer.attend(q), layer.right(q))
