@@ -35,7 +35,7 @@ def quicken() -> None:
 def multiplied_in_order() -> Iterator[None]:
     """Let each row of a product have the same bits whatever its number.
 
-    numpy's have not on every CPU: on AMD's Zen 5 a row's sums run in an order that depends on it.
+    numpy's depend on it on some CPUs: on AMD's Zen 5 rows of one product have unlike orders.
     """
     from triton.runtime import interpreter
 

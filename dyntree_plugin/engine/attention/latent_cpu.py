@@ -1,7 +1,7 @@
 """vLLM's latent attention on a CPU with trees.
 
-Where all rows must have the bits that they have in any batch, our kernel serves all of them, those
-of prompts too, and each head's weights are multiplied apart.
+With `exactness` bits our kernel serves all rows, those of prompts too, and each head has products
+of its own.
 """
 
 from __future__ import annotations
