@@ -53,6 +53,10 @@ def main(
     drafts: Annotated[
         bool, typer.Option("--draft", help="The model is its own draft, beside look-up.")
     ] = False,
+    head: Annotated[
+        Path | None,
+        typer.Option(help="An EAGLE-3 head of the model that drafts, beside look-up: a folder."),
+    ] = None,
     same_bits: Annotated[
         bool,
         typer.Option(
@@ -77,7 +81,7 @@ def main(
     for folder in folders:
         for dtype in dtypes:
             end = began + 60 * minutes
-            asked = {"nodes": nodes, "drafts": drafts, "same_bits": same_bits}
+            asked = {"nodes": nodes, "drafts": drafts, "head": head, "same_bits": same_bits}
             found, greedy, served = _compared(folder, dtype, rounds, end, asked)
             mode = ", exactness bits" if same_bits else ""
             which = {"model": folder.name, "dtype": f"{dtype}{mode}"}
@@ -97,7 +101,7 @@ def main(
     print("\n".join([report.table(series), "", *notes]))  # noqa: T201
     settings = {
         "nodes": nodes,
-        "drafts": drafts,
+        "drafts": "an EAGLE-3 head" if head else drafts,
         "at_once": prompts.AT_ONCE,
         "tokens": prompts.TOKENS,
     }

@@ -57,13 +57,14 @@ def engines(
     *,
     nodes: int = NODES,
     drafts: bool = False,
+    head: Path | None = None,
     same_bits: bool = False,
 ) -> tuple[Engine, Engine]:
     """Return the engine without trees, and that with whole trees of look-up.
 
-    ``longest``: tokens of the longest prompt. With ``drafts`` the model is its own draft, too. With
-    ``same_bits`` both have `exactness` bits: the first gets requests that allow no nodes, and other
-    batches.
+    ``longest``: tokens of the longest prompt. With ``drafts`` the model is its own draft, too, and
+    with a ``head``, of EAGLE-3, that is. With ``same_bits`` both have `exactness` bits: the first
+    gets requests that allow no nodes, and other batches.
     """
     shared: dict[str, Any] = {
         "model": str(model),
@@ -76,6 +77,8 @@ def engines(
         "use_tqdm_on_load": False,
     }
     draft = {"method": "draft_model", "model": str(model)} if drafts else {"method": "ngram"}
+    if head is not None:
+        draft = {"method": "eagle3", "model": str(head.resolve())}
     trees: dict[str, Any] = {
         "speculative_config": {**draft, "num_speculative_tokens": nodes},
         "additional_config": {NAMESPACE: {"budget": "fixed"}},

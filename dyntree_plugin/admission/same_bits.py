@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from dyntree_plugin.admission.refusals import index_topk
 from dyntree_plugin.admission.uncompared import Targets
 from dyntree_plugin.options.options import NAMESPACE
 
@@ -21,39 +22,33 @@ EXPERTS = (
 """Architectures with experts whose bits were compared."""
 
 ON_CPU = (
-    _EXPERTS.other_than(EXPERTS),
     _EXPERTS.refusal(
         "enforce_eager",
         lambda c: c.model_config.enforce_eager,
         lambda eager: not eager,
         "experts were not compared in compiled models; set --enforce-eager",
     ),
+)
+"""Checks of ``VllmConfig`` on a CPU alone."""
+
+ON_CUDA = (
+    _BITS.refusal(
+        "index_topk",
+        lambda c: index_topk(c.model_config),
+        bool,
+        "an indexer's scores were not compared; use a model without",
+    ),
+)
+"""Those on CUDA alone."""
+
+REFUSALS = (
+    _EXPERTS.other_than(EXPERTS),
     _EXPERTS.refusal(
         "data_parallel_size",
         lambda c: c.parallel_config.data_parallel_size,
         lambda ranks: ranks > 1,
         "experts of several ranks were not compared; set it to 1",
     ),
-)
-"""Checks of ``VllmConfig`` on a CPU alone."""
-
-ON_CUDA = (
-    _BITS.refusal(
-        "is_moe",
-        lambda c: c.model_config.is_moe,
-        bool,
-        "an expert's products have the rows that chose it; use a dense model",
-    ),
-    _BITS.refusal(
-        "use_mla",
-        lambda c: c.model_config.use_mla,
-        bool,
-        "latent attention sums in the order of a tree's rows; use multi-head attention",
-    ),
-)
-"""Those on CUDA alone."""
-
-REFUSALS = (
     _BITS.refusal(
         "is_hybrid",
         lambda c: c.model_config.is_hybrid,
@@ -90,10 +85,11 @@ def bits_refusals(vllm_config: Any, device_type: str) -> Iterator[str]:
             "that depends on the rows of a step; set VLLM_BATCH_INVARIANT=1 in the environment"
         )
     backend = vllm_config.attention_config.backend
-    if backend is not None and backend.name != "TRITON_ATTN":
+    served = "TRITON_MLA" if vllm_config.model_config.use_mla else "TRITON_ATTN"
+    if backend is not None and backend.name != served:
         yield (
             f"{_OPTION}='bits', attention_backend={backend.name!r} is not supported: caches of "
-            "TRITON_ATTN alone were compared; leave it out"
+            f"{served} alone were compared; leave it out"
         )
 
 

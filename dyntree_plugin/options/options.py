@@ -134,7 +134,7 @@ class DynTreeOptions(BaseModel):
         "was drafted and batched. distribution is for growth topk: such a request gets a chain "
         f"that is drawn from the draft, or, with {LEAST_DRAWN_TREE} or more nodes, a drawn tree. "
         "Of each distribution of the draft the best tokens count: 1,024 on a CPU, 64 on CUDA. bits "
-        "is not for recurrent layers, and on CUDA for dense models with VLLM_BATCH_INVARIANT=1.",
+        "is not for recurrent layers, and on CUDA needs VLLM_BATCH_INVARIANT=1.",
         json_schema_extra={"derived": f"tokens, or with {DRAWN} distribution where it is served"},
     )
     min_value: float | None = Field(

@@ -15,8 +15,10 @@ from emulated.models import make_pair
 from emulated_engine import Emulated, serve_emulated
 from engine_process import Run
 from equal_bits import differing, without_nodes
+from latent_targets import latent_target
 from slow import marked
 from test_emulated_cuda import LIMITS, NODES, OWN, TREE, _short
+from test_emulated_layers import requests_with
 from workload import ask, long
 
 pytestmark = pytest.mark.e2e
@@ -44,12 +46,27 @@ RUNS = {
     **{name: Run(FEW, sabotage=name) for name in BROKEN},
     "after the sabotage": Run(FEW),
 }
-ENGINES = {"fixed": RUNS, "adaptive": {"plain": PLAIN, "trees": Run(REQUESTS)}}
+LATENT = requests_with(max_tokens=12, allowed_token_ids=None, **SCORES)
+OF_LATENT = {
+    "plain": Run(without_nodes(LATENT), batch=2),
+    "trees": Run(LATENT),
+    **{name: Run(LATENT, sabotage=name) for name in BROKEN[:2]},
+}
+"""Of DeepSeek-V2, with latent attention and experts, which drafts for itself."""
+ENGINES = {
+    "fixed": RUNS,
+    "adaptive": {"plain": PLAIN, "trees": Run(REQUESTS)},
+    "latent": OF_LATENT,
+}
 COMPARED = [
     (engine, name)
     for engine, runs in ENGINES.items()
     for name, run in runs.items()
-    if run.sabotage is None and (engine, name) != ("fixed", "plain")
+    if run.sabotage is None and (engine, name) not in (("fixed", "plain"), ("latent", "plain"))
+]
+CONTROLS = [
+    *(("fixed", name) for name in BROKEN),
+    *(("latent", name) for name in BROKEN[:2]),
 ]
 
 
@@ -59,6 +76,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Mapping[
 
     @cache
     def results(name: str) -> Mapping[str, Emulated]:
+        if name == "latent":
+            model = str(latent_target(tmp_path_factory.mktemp("latent"), "deepseek_v2"))
+            made = workload.tree(
+                6, exactness="bits", max_depth=2, width=3, children=3, lookup="off"
+            )
+            speculation = {**made["speculative_config"], "model": model}
+            own = {"model": model, "block_size": 16, "speculative_config": speculation}
+            sizes = {"mode": 0, "cudagraph_capture_sizes": [7, 14, 28]}
+            own |= {"enforce_eager": False, "compilation_config": sizes}
+            return serve_emulated(made | LIMITS | own, OF_LATENT, VLLM_BATCH_INVARIANT="1")
         made = workload.with_options(NODES, exactness="bits", budget=name, **TREE)
         speculation = {**made["speculative_config"], "model": draft}
         own = {"model": target, "enforce_eager": False, "speculative_config": speculation}
@@ -72,22 +99,24 @@ def accepted(found: Emulated) -> float:
     return found.result.metrics["vllm:spec_decode_num_accepted_tokens_total"]
 
 
-@pytest.mark.parametrize(("engine", "name"), marked(COMPARED, {"adaptive"}))
+@pytest.mark.parametrize(("engine", "name"), marked(COMPARED, {"adaptive", "latent"}))
 def test_answers_have_the_same_bits(
     engine: str, name: str, served: Callable[[str], Mapping[str, Emulated]]
 ) -> None:
-    plain, found = served("fixed")["plain"], served(engine)[name]
-    assert differing(ENGINES[engine][name], found.result, PLAIN, plain.result) == []
+    of_plain = "latent" if engine == "latent" else "fixed"
+    plain, found = served(of_plain)["plain"], served(engine)[name]
+    plain_run = ENGINES[of_plain]["plain"]
+    assert differing(ENGINES[engine][name], found.result, plain_run, plain.result) == []
     assert ("plain" in name) == (accepted(found) == 0)
 
 
-@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize(("engine", "broken"), marked(CONTROLS, {"latent"}))
 def test_a_broken_mechanism_changes_bits(
-    broken: str, served: Callable[[str], Mapping[str, Emulated]]
+    engine: str, broken: str, served: Callable[[str], Mapping[str, Emulated]]
 ) -> None:
-    results = served("fixed")
+    runs, results = ENGINES[engine], served(engine)
     plain, found = results["plain"].result, results[broken].result
-    assert differing(RUNS[broken], found, PLAIN, plain)
+    assert differing(runs[broken], found, runs["plain"], plain)
 
 
 def test_steps_of_trees_and_of_single_rows_were_replayed_and_prompts_came_in_chunks(

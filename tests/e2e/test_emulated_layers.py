@@ -95,7 +95,7 @@ trees."""
 SLOW = {*TARGETS} - {"nemotron_h"}
 
 
-def _requests(**params: Any) -> list[Request]:
+def requests_with(**params: Any) -> list[Request]:
     """Return requests with prompts of one token, of a few, and of two chunks."""
     return [
         replace(request, params={**request.params, **params}, keep=keep)
@@ -103,7 +103,7 @@ def _requests(**params: Any) -> list[Request]:
     ]
 
 
-SHORT = Run(_requests(max_tokens=7))
+SHORT = Run(requests_with(max_tokens=7))
 CONTINUED = Run(
     [
         Request(
@@ -118,14 +118,14 @@ CONTINUED = Run(
 """Conversations. Blocks of states have 32 or 64 tokens: in the first turn accepted paths pass the
 end of one, which the second turn finds in the prefix cache."""
 RUNS = {
-    "draft": Run(_requests(max_tokens=30, allowed_token_ids=None)),
+    "draft": Run(requests_with(max_tokens=30, allowed_token_ids=None)),
     "look-up": SHORT,
     "module": SHORT,
     "EAGLE-3": SHORT,
-    "assistant": Run(_requests(max_tokens=24)),
-    "mimo_v2_flash": Run(_requests(max_tokens=24)),
-    "qwen2_5_vl": Run(_requests(max_tokens=32)),
-    "deepseek_v32": Run(_requests(max_tokens=20, allowed_token_ids=[300, 301])),
+    "assistant": Run(requests_with(max_tokens=24)),
+    "mimo_v2_flash": Run(requests_with(max_tokens=24)),
+    "qwen2_5_vl": Run(requests_with(max_tokens=32)),
+    "deepseek_v32": Run(requests_with(max_tokens=20, allowed_token_ids=[300, 301])),
 }
 """By what drafts, or by the target. The draft is the target itself, which guesses tokens of the
 whole vocabulary; the accepted nodes of its trees have others between them."""

@@ -39,7 +39,7 @@ MOST_SHARED, LEAST_SHARED = 227 << 10, 99 << 10
 FLOAT8 = "*fp8e4nv"
 SIZES = {FLOAT8: 1, "*bf16": 2, "*fp32": 4}
 OF_PATHS: dict[str, Any] = {
-    "G": 4, "PAGE": 16, "BLOCKS": 512, "BOTH_WAYS": False, **PLAIN, **UNQUANTISED,
+    "G": 4, "R": 0, "PAGE": 16, "BLOCKS": 512, "BOTH_WAYS": False, **PLAIN, **UNQUANTISED,
 }  # fmt: skip
 """Attention in the order of positions."""
 
@@ -179,6 +179,20 @@ def test_attention_in_the_order_of_positions_copies_ahead_and_does_not_spill(
     assert used["shared"] <= LEAST_SHARED, used
     if head_size in (128, 256) and size < 4:
         assert min(copies_in_flight(result)) >= 1
+
+
+@CAPABILITIES
+def test_latent_attention_in_the_order_of_positions_does_not_spill(capability: int) -> None:
+    tile = latent_attention.latent_tiling(1, 2)
+    result = compile_for(
+        path_attention._path_attention, tile.warps, tile.stages, POINTERS, capability,
+        path_attention.ARITHMETIC, BM=tile.block_m, BN=tile.block_n, D=512, DP=512,
+        **OF_PATHS | {"R": 64, "G": 16, "PAGE": 64},
+    )  # fmt: skip
+    used = used_by(result)
+    assert used["stack"] == 0, used
+    assert used["shared"] <= MOST_SHARED, used
+    assert not any("FFMA" in text for loop in loops(result) for text in loop)
 
 
 @CAPABILITIES

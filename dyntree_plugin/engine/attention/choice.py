@@ -17,12 +17,12 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from dyntree_kernels import dispatch
 from dyntree_plugin.admission.refusals import index_topk, kv_cache_dtype
+from dyntree_plugin.engine.attention.by_path import PathTrees
 from dyntree_plugin.engine.attention.features import element_type
 from dyntree_plugin.engine.attention.kernels import (
     CascadeTrees,
     FlashInferTrees,
     Heads,
-    PathTrees,
     TreeKernel,
     TritonTrees,
     XqaTrees,

@@ -143,37 +143,6 @@ class TritonTrees:
         return _splits(programs, self._processors, most)
 
 
-class PathTrees(TritonTrees):
-    """Runs `dyntree_kernels.cuda.path_attention` for all rows, of trees and others."""
-
-    def plan(self, rows: AttentionRows) -> Launch:
-        from dyntree_kernels.cuda.path_attention import PathColumns, path_attention
-
-        if rows.seq_lens is None:
-            raise RuntimeError("rows without a tree have no positions")
-        lengths, count = rows.seq_lens, rows.num_rows
-        # The first layer reads them, in a graph, too: vLLM captures with metadata of its own.
-        paths = functools.cache(lambda: PathColumns.of(rows.ancestor_bits[:count]))
-
-        def launch(
-            q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, features: LayerFeatures
-        ) -> None:
-            path_attention(
-                q[:count],
-                kv_cache.view(element_type(kv_cache.dtype)),
-                rows.block_table,
-                rows.ctx_lens,
-                rows.query_start_loc,
-                paths(),
-                out[:count],
-                features,
-                seq_lens=lengths,
-                max_rows=rows.max_rows,
-            )
-
-        return launch
-
-
 class LatentTrees:
     """Runs `dyntree_kernels.cuda.latent_attention`, which needs no plan."""
 

@@ -16,7 +16,11 @@ from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 
-from dyntree_plugin.engine.attention.kernels import AttentionRows, LatentTrees
+from dyntree_plugin.engine.attention.by_path import LatentPathTrees
+from dyntree_plugin.engine.attention.kernels import (
+    AttentionRows,
+    LatentTrees,
+)
 from dyntree_plugin.engine.attention.latent_layers import (
     Attend,
     LatentTreeBuilder,
@@ -24,6 +28,7 @@ from dyntree_plugin.engine.attention.latent_layers import (
     latent_features,
 )
 from dyntree_plugin.engine.attention.registration import with_trees
+from dyntree_plugin.engine.configuration import tree_plan
 from dyntree_plugin.engine.layer_kinds import Move
 
 
@@ -40,23 +45,25 @@ class LatentTritonBuilder(LatentTreeBuilder):
     def __init__(self, spec: Any, names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(spec, names, vllm_config, device)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._kernel = LatentTrees(
-            self.num_heads,
-            self.mla_dims.kv_lora_rank,
-            spec.dtype.itemsize,
-            processors,
-            one_split=envs.VLLM_BATCH_INVARIANT,
-        )
+        sizes = self.num_heads, self.mla_dims.kv_lora_rank, spec.dtype.itemsize, processors
+        one_split = envs.VLLM_BATCH_INVARIANT
+        self._kernel = self._drafting_kernel = LatentTrees(*sizes, one_split=one_split)
+        plan = tree_plan(vllm_config)
+        if plan is not None and plan.same_bits:
+            self._same_bits = True
+            self._kernel = LatentPathTrees(*sizes, one_split=one_split)
         # All of a group have caches of one type, and the kernel reads their scales on the device.
         first = vllm_config.compilation_config.static_forward_context[names[0]]
         self._features = latent_features(first)
 
     def attend(self, rows: AttentionRows) -> Attend:
-        return self._kernel.plan(rows)
+        kernel = self._drafting_kernel if rows.seq_lens is None else self._kernel
+        return kernel.plan(rows)
 
     def warm_up(self, kv_cache: torch.Tensor, dtype: torch.dtype, table: torch.Tensor) -> None:
         """Compile kernels; the arguments are those of `LatentTrees.warm_up`."""
-        self._kernel.warm_up(kv_cache, dtype, table, self.masks, self._features)
+        for kernel in {self._drafting_kernel, self._kernel}:
+            kernel.warm_up(kv_cache, dtype, table, self.masks, self._features)
 
 
 class WithSmallWorkspace(LatentTreeImpl):

@@ -65,14 +65,19 @@ def fill_masks(
     seq_lens: torch.Tensor,
     rows: int,
     mask: TreeMask | None,
+    chains: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return context lengths and ancestor bits of the first requests; without a mask, of chains."""
+    """Return context lengths and ancestor bits of the first requests; without a mask, of chains.
+
+    ``chains``: as in `MaskBuffers.fill`.
+    """
     if mask is None:
-        return buffers.fill(starts, seq_lens, rows)
+        return buffers.fill(starts, seq_lens, rows, chains=chains)
     of_trees = mask.ctx_lens[: len(seq_lens)], mask.ancestor_bits[:rows]
     if mask.in_place:
         return of_trees
-    return buffers.fill(starts, seq_lens, rows, *of_trees, all_trees=not mask.has_plain)
+    every = not mask.has_plain
+    return buffers.fill(starts, seq_lens, rows, *of_trees, all_trees=every, chains=chains)
 
 
 def of_batch(common: CommonAttentionMetadata) -> dict[str, Any]:
@@ -86,10 +91,12 @@ class LatentTreeBuilder:
 
     Requests with no more rows than a tree come first in a batch. The kernel of trees serves them,
     those without a tree as chains. vLLM's code serves the others, which are prompts, and whole
-    batches in which each of the first requests has one row.
+    batches in which each of the first requests has one row. With `exactness` bits our kernel serves
+    all rows of the target.
     """
 
     takes_tree_mask = True
+    _same_bits = False
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -112,8 +119,10 @@ class LatentTreeBuilder:
     ) -> Any:
         common, build = common_attn_metadata, super().build  # type: ignore[misc]
         in_place = tree_mask is not None and tree_mask.in_place
-        ours, most = (common.num_reqs, common.max_query_len) if in_place else self._short(common)
-        if tree_mask is None and most < 2:
+        ours, most = common.num_reqs, common.max_query_len
+        if not (in_place or self._same_bits):
+            ours, most = self._short(common)
+        if tree_mask is None and most < 2 and not self._same_bits:
             return build(common_prefix_len, common, fast_build)
         whole = ours == common.num_reqs
         rows = common.num_actual_tokens
@@ -124,7 +133,8 @@ class LatentTreeBuilder:
         starts, table = common.query_start_loc[: ours + 1], common.block_table_tensor[:ours]
         seq_lens = common.seq_lens[:ours]
         for_graph = (ours, rows) in self._captured and rows == ours * most
-        ctx_lens, bits = fill_masks(self.masks, starts, seq_lens, rows, tree_mask)
+        chains = not self._same_bits
+        ctx_lens, bits = fill_masks(self.masks, starts, seq_lens, rows, tree_mask, chains)
         attended = AttentionRows(
             block_table=table,
             ctx_lens=ctx_lens,
@@ -132,9 +142,10 @@ class LatentTreeBuilder:
             ancestor_bits=bits,
             num_rows=rows,
             # Each number may need another kernel; graphs compile theirs at capture.
-            max_rows=most if in_place or for_graph else self.masks.columns,
+            max_rows=most if in_place or for_graph or self._same_bits else self.masks.columns,
             query_start_loc_cpu=common.query_start_loc_cpu,
             kv_lens=None,
+            seq_lens=None if in_place else seq_lens,
         )
         return TreeLatentMetadata(
             **of_batch(common),
@@ -148,7 +159,7 @@ class LatentTreeBuilder:
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         common = common_attn_metadata
-        if common.max_query_len == 1:
+        if common.max_query_len == 1 and not self._same_bits:
             return super().build_for_cudagraph_capture(common)  # type: ignore[misc]
         self._captured.add((common.num_reqs, common.num_actual_tokens))
         return self.build(0, common)

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from dyntree_plugin.engine.row_bits import check_product
+from dyntree_plugin.engine.row_bits import check_experts, experts_of
 
 _LAST = 64
 """At least as many elements as torch computes in another way."""
@@ -33,15 +32,9 @@ def keep_bits(model: torch.nn.Module) -> None:
     Raises:
         RuntimeError: if a row has other bits with other rows beside it on this CPU.
     """
-    layers: list[Any] = [each for each in model.modules() if isinstance(each, MoERunner)]
-    kinds = {}
-    for layer in layers:
-        router = layer.router
-        router._compute_routing = in_parts(router._compute_routing)
-        weight: torch.Tensor = layer.routed_experts.w2_weight
-        kinds[weight.dtype, weight.shape, router.top_k] = layer
-    for (dtype, shape, _), layer in kinds.items():
-        check_product(_product_of(layer), (shape[1], shape[1]), dtype, torch.device("cpu"))
+    for layer in experts_of(model):
+        layer.router._compute_routing = in_parts(layer.router._compute_routing)
+    check_experts(model, torch.device("cpu"))
 
 
 def in_parts(stock: Routing) -> Routing:
@@ -61,34 +54,3 @@ def in_parts(stock: Routing) -> Routing:
         return weights, numbers
 
     return routing
-
-
-def _product_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what computes all experts of a layer on rows, which choose theirs by themselves."""
-    experts = layer.routed_experts
-    kernel = experts.quant_method.moe_kernel.fused_experts
-    count, top = experts.w2_weight.shape[0], layer.router.top_k
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        scores, numbers = x.float()[:, torch.arange(count) % x.shape[1]].topk(top)
-        out = torch.empty_like(x)
-        kernel.apply(
-            output=out,
-            hidden_states=x.contiguous(),
-            w1=experts.w13_weight,
-            w2=experts.w2_weight,
-            topk_weights=scores.softmax(-1),
-            topk_ids=numbers.int(),
-            activation=experts.activation,
-            global_num_experts=count,
-            expert_map=None,
-            a1q_scale=None,
-            a2_scale=None,
-            workspace13=out,
-            workspace2=out,
-            expert_tokens_meta=None,
-            apply_router_weight_on_input=False,
-        )
-        return out
-
-    return product

@@ -23,19 +23,12 @@ from dyntree_kernels.cuda.attention import (
     nodes_per_tile,
 )
 from dyntree_kernels.cuda.splits import Parts, store_part, tiles_of_a_split
-from dyntree_kernels.cuda.tiles import fold, load_rows, without_what_is_not_finite
+from dyntree_kernels.cuda.tiles import (
+    accumulate_latent,
+    load_rows,
+    without_what_is_not_finite,
+)
 from dyntree_kernels.features import LayerFeatures
-
-
-@triton.jit
-def _accumulate(
-    q, q_rotated, v, rotated, visible, blame, m, total, acc, scale, MASKED: tl.constexpr
-):  # fmt: skip
-    """As `tiles.accumulate`, with keys of two parts, the first of which are the values."""
-    v = v.to(q.dtype)
-    s = tl.dot(q, tl.trans(v), input_precision="ieee")
-    s = tl.dot(q_rotated, tl.trans(rotated.to(q.dtype)), s, input_precision="ieee")
-    return fold(s * scale, v, visible, blame, m, total, acc, MASKED)
 
 
 @triton.jit
@@ -94,7 +87,7 @@ def _latent_attention(
         rotated = load_rows(CACHE + V, at, every, R, R, False)
         position += BN
         blocks = _blocks(table, position, position < last * BN, PAGE, BLOCKS)
-        m, total, acc = _accumulate(
+        m, total, acc = accumulate_latent(
             q, q_rotated, v, rotated, every, 0.0, m, total, acc, scale, False
         )
 
@@ -116,7 +109,7 @@ def _latent_attention(
             v = load_rows(CACHE, at, seen, V, V, True)
             v, blame = without_what_is_not_finite(v.to(q.dtype))
             rotated = load_rows(CACHE + V, at, seen, R, R, True)
-            m, total, acc = _accumulate(
+            m, total, acc = accumulate_latent(
                 q, q_rotated, v, rotated, sees != 0, blame, m, total, acc, scale, True
             )
 
@@ -172,19 +165,9 @@ def latent_tree_attention(
             not serve.
     """
     features.check("latent, triton")
-    (tokens, heads, d), v, words = q.shape, out.shape[-1], ancestor_bits.shape[1]
-    r = d - v
-    if (
-        out.shape[:2] != q.shape[:2]
-        or cache.shape[-1] != d
-        or any(x < 16 or x & (x - 1) for x in (v, r))
-        or any(x.stride(-1) != 1 for x in (q, out, cache, ancestor_bits))
-    ):
-        raise ValueError(
-            f"q {tuple(q.shape)}, out {tuple(out.shape)} and cache {tuple(cache.shape)} must be "
-            "[T, H, V + R], [T, H, V] and [blocks, N, V + R] with powers of two from 16 on, and "
-            "their last dimension dense"
-        )
+    check_latent(q, cache, out, ancestor_bits)
+    (tokens, heads, _), v, words = q.shape, out.shape[-1], ancestor_bits.shape[1]
+    r = q.shape[-1] - v
     if tokens == 0:
         return
     max_rows = min(max_rows or tokens, tokens)
@@ -208,3 +191,21 @@ def latent_tree_attention(
         num_stages=tile.stages_on(q.device),
     )  # fmt: skip
     parts.reduce(out, ctx_lens, qo_indptr, 1, max_rows)
+
+
+def check_latent(
+    q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, *dense: torch.Tensor
+) -> None:
+    """Raise ValueError for shapes or strides that a kernel does not read."""
+    d, v = q.shape[-1], out.shape[-1]
+    if (
+        out.shape[:2] != q.shape[:2]
+        or cache.shape[-1] != d
+        or any(x < 16 or x & (x - 1) for x in (v, d - v))
+        or any(x.stride(-1) != 1 for x in (q, out, cache, *dense))
+    ):
+        raise ValueError(
+            f"q {tuple(q.shape)}, out {tuple(out.shape)} and cache {tuple(cache.shape)} must be "
+            "[T, H, V + R], [T, H, V] and [blocks, N, V + R] with powers of two from 16 on, and "
+            "their last dimension dense"
+        )

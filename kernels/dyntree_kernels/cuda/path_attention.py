@@ -20,7 +20,13 @@ import triton
 import triton.language as tl
 
 from dyntree_kernels.cuda.attention import LOG2_E, Tiling, _blocks, _check, _offsets
-from dyntree_kernels.cuda.tiles import accumulate, load_rows, without_what_is_not_finite
+from dyntree_kernels.cuda.latent_attention import check_latent, latent_tiling
+from dyntree_kernels.cuda.tiles import (
+    accumulate,
+    accumulate_latent,
+    load_rows,
+    without_what_is_not_finite,
+)
 from dyntree_kernels.features import LayerFeatures
 
 ARITHMETIC = {"enable_fp_fusion": False}
@@ -64,18 +70,35 @@ class PathColumns:
 
 
 @triton.jit
+def _tile(
+    q, q_rotated, keys, at, seen, visible, m, total, acc, scale,
+    D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, MASKED: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """One step over the positions at `at` of the cache."""
+    blame = 0.0
+    v = load_rows(keys + (0 if R > 0 else D), at, seen, D, DP, MASKED)
+    if MASKED:
+        v, blame = without_what_is_not_finite(v.to(q.dtype))
+    if R > 0:
+        rotated = load_rows(keys + D, at, seen, R, R, MASKED)
+        return accumulate_latent(
+            q, q_rotated, v, rotated, visible, blame, m, total, acc, scale, MASKED
+        )
+    k = load_rows(keys, at, seen, D, DP, MASKED)
+    return accumulate(q, k, v, visible, blame, m, total, acc, scale, MASKED, CAP)
+
+
+@triton.jit
 def _masked_tile(
-    q, keys, table, source, visible, m, total, acc, scale, s_block, s_slot,
-    PAGE: tl.constexpr, BLOCKS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CAP: tl.constexpr,
+    q, q_rotated, keys, table, source, visible, m, total, acc, scale, s_block, s_slot,
+    PAGE: tl.constexpr, BLOCKS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """One step over positions that the cache has at `source`, of which rows see those that are
     visible."""
     seen = tl.max(visible.to(tl.int32), 0) != 0
     at = _offsets(_blocks(table, source, seen, PAGE, BLOCKS), source, s_block, s_slot, PAGE)
-    v = load_rows(keys + D, at, seen, D, DP, True)
-    v, blame = without_what_is_not_finite(v.to(q.dtype))
-    k = load_rows(keys, at, seen, D, DP, True)
-    return accumulate(q, k, v, visible, blame, m, total, acc, scale, True, CAP)
+    return _tile(q, q_rotated, keys, at, seen, visible, m, total, acc, scale, D, DP, R, True, CAP)
 
 
 @triton.jit
@@ -83,10 +106,11 @@ def _path_attention(
     Q, KV, OUT, TABLE, CTX, LENGTHS, INDPTR, PATHS, SIZES, SINKS, QUERY_SCALE, KEY_SCALE,
     VALUE_SCALE, scale, s_qs, s_ks, s_vs, sq_t, sq_h, s_block, s_head, s_slot, so_t, so_h, s_table,
     s_path,
-    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BLOCKS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    BOTH_WAYS: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
+    BLOCKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, BOTH_WAYS: tl.constexpr,
 ):  # fmt: skip
+    """R: with latent attention, the elements of a key behind those that are the value; else 0."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     request = tl.program_id(2)
@@ -104,8 +128,12 @@ def _path_attention(
     query_head = head * G + row % G
     real = row < nodes * G
     token = first.to(tl.int64)
-    q = load_rows(Q + token * sq_t, node * sq_t + query_head * sq_h, real, D, DP, True)
-    q = q.to(OUT.dtype.element_ty)  # queries may be quantised
+    rows = node * sq_t + query_head * sq_h
+    # Queries may be quantised.
+    q = load_rows(Q + token * sq_t, rows, real, D, DP, True).to(OUT.dtype.element_ty)
+    q_rotated = q
+    if R > 0:
+        q_rotated = load_rows(Q + token * sq_t + D, rows, real, R, R, True).to(q.dtype)
     if QUERY_SCALE is not None:
         scale = scale * tl.load(QUERY_SCALE + head * s_qs)
     if KEY_SCALE is not None:
@@ -143,8 +171,8 @@ def _path_attention(
             position = j * BN + column
             visible = real[:, None] & (position[None, :] >= edge[:, None])
             m, total, acc = _masked_tile(
-                q, keys, table, position, visible, m, total, acc, scale, s_block, s_slot,
-                PAGE, BLOCKS, D, DP, CAP,
+                q, q_rotated, keys, table, position, visible, m, total, acc, scale, s_block, s_slot,
+                PAGE, BLOCKS, D, DP, R, CAP,
             )  # fmt: skip
 
     # These tiles need no mask. Blocks are read one tile ahead, as in `attention`.
@@ -154,11 +182,11 @@ def _path_attention(
     for j in range(lead, shared):
         position = j * BN + column
         at = _offsets(blocks, position, s_block, s_slot, PAGE)
-        k = load_rows(keys, at, every, D, DP, False)
-        v = load_rows(keys + D, at, every, D, DP, False)
         position += BN
         blocks = _blocks(table, position, position < shared * BN, PAGE, BLOCKS)
-        m, total, acc = accumulate(q, k, v, every, 0.0, m, total, acc, scale, False, CAP)
+        m, total, acc = _tile(
+            q, q_rotated, keys, at, every, every, m, total, acc, scale, D, DP, R, False, CAP
+        )
 
     # Each tile once for a chain, else once for each node of which this program has a row.
     begin_node = tile * BM // G
@@ -176,8 +204,8 @@ def _path_attention(
         on_path = tl.load(paths + own * s_path + position - ctx, mask=of_path, other=0)
         source = tl.where((position < ctx) | chained, position, ctx + on_path)
         m, total, acc = _masked_tile(
-            q, keys, table, source, visible, m, total, acc, scale, s_block, s_slot,
-            PAGE, BLOCKS, D, DP, CAP,
+            q, q_rotated, keys, table, source, visible, m, total, acc, scale, s_block, s_slot,
+            PAGE, BLOCKS, D, DP, R, CAP,
         )  # fmt: skip
 
     if VALUE_SCALE is not None:
@@ -215,7 +243,9 @@ def path_attention(
 ) -> None:
     """Attention of tree rows, and of plain ones, in the order of positions.
 
-    The arguments that are not listed are those of `attention.tree_attention`.
+    The arguments that are not listed are those of `attention.tree_attention`. If the rows of
+    ``out`` are shorter than queries, the cache has latent vectors [blocks, 1, N, V + R], as for
+    `latent_attention.latent_tree_attention`.
 
     Args:
         paths: of the ancestor bits. Of requests without a tree they are not read.
@@ -227,13 +257,18 @@ def path_attention(
         ValueError: for shapes or strides that the kernel does not read, or features that it does
             not serve.
     """
-    features.check("triton, by path")
-    tokens, heads, d = q.shape
-    kv_heads, page = kv_cache.shape[1:3]
-    _check(q, kv_cache, paths.columns, out, d)
+    (tokens, heads, d), v, (kv_heads, page) = q.shape, out.shape[-1], kv_cache.shape[1:3]
+    if v < d:
+        features.check("latent, triton")
+        check_latent(q, kv_cache[:, 0], out, paths.columns)
+        tile = tiles or latent_tiling(1, kv_cache.element_size())
+    else:
+        features.check("triton, by path")
+        _check(q, kv_cache, paths.columns, out, d)
+        tile = tiles or path_tiling(d, kv_cache.element_size())
     if tokens == 0:
         return
-    group, tile = heads // kv_heads, tiles or path_tiling(d, kv_cache.element_size())
+    group = heads // kv_heads
     row_tiles = triton.cdiv(min(max_rows or tokens, tokens) * group, tile.block_m)
     scales = [features.of_heads(f"{name}_scale", kv_heads) for name in ("query", "key", "value")]
     _path_attention[(row_tiles, kv_heads, len(ctx_lens))](
@@ -241,7 +276,7 @@ def path_attention(
         features.sinks, *scales, features.scale * LOG2_E,
         *(0 if each is None else each.stride(0) for each in scales), q.stride(0), q.stride(1),
         *kv_cache.stride()[:3], out.stride(0), out.stride(1), block_table.stride(0),
-        paths.columns.stride(0), G=group, D=d, DP=triton.next_power_of_2(d), PAGE=page,
+        paths.columns.stride(0), G=group, D=v, DP=triton.next_power_of_2(v), R=d - v, PAGE=page,
         BLOCKS=block_table.shape[1], BM=tile.block_m, BN=tile.block_n,
         WINDOW=features.window or 0, CAP=(features.soft_cap or 0.0) * LOG2_E,
         BOTH_WAYS=bool(features.both_ways), num_warps=tile.warps,

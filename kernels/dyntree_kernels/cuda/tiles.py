@@ -48,6 +48,17 @@ def accumulate(
 
 
 @triton.jit
+def accumulate_latent(
+    q, q_rotated, v, rotated, visible, blame, m, total, acc, scale, MASKED: tl.constexpr
+):  # fmt: skip
+    """As `accumulate`, with keys of two parts, the first of which are the values."""
+    v = v.to(q.dtype)
+    s = tl.dot(q, tl.trans(v), input_precision="ieee")
+    s = tl.dot(q_rotated, tl.trans(rotated.to(q.dtype)), s, input_precision="ieee")
+    return fold(s * scale, v, visible, blame, m, total, acc, MASKED)
+
+
+@triton.jit
 def fold(s, v, visible, blame, m, total, acc, MASKED: tl.constexpr):
     """The rest of `accumulate`, with scores in base 2 and values in the type of queries."""
     if MASKED:

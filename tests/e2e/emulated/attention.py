@@ -129,6 +129,12 @@ def _cache_latent(
     cache[at // cache.shape[1], at % cache.shape[1]] = latents
 
 
+def _multiply_in_order(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Multiply [B, M, K] and [B, K, N] so that a row's bits do not depend on others, as vLLM's
+    batch-invariant mode does on CUDA."""
+    out.copy_((a[..., None].float() * b[:, None]).sum(-2))
+
+
 def _scaled(layer: Any, register_buffer: bool = False) -> None:
     """Give a layer of latent attention whose checkpoint has no scale another one than 1."""
     from vllm.model_executor.layers.attention.attention import set_default_quant_scales
@@ -140,8 +146,9 @@ def _scaled(layer: Any, register_buffer: bool = False) -> None:
 
 def stand_in() -> None:
     """Replace vLLM's kernels by those of this module."""
-    from vllm import _custom_ops
+    from vllm import _custom_ops, envs
     from vllm.model_executor.layers.attention import mla_attention
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.v1.attention.backends import triton_attn, triton_attn_diffkv
     from vllm.v1.attention.backends.mla import triton_mla
 
@@ -157,6 +164,12 @@ def stand_in() -> None:
     operators.concat_and_cache_mla = recorded(_cache_latent)
     layers: Any = mla_attention
     layers.set_default_quant_scales = _scaled
+    if envs.VLLM_BATCH_INVARIANT:
+        of_torch: Any = torch
+        of_torch.bmm = _multiply_in_order
+        # Their bits are checked at the start.
+        of_experts: Any = CPUUnquantizedExperts
+        of_experts._supports_batch_invariance = staticmethod(lambda: True)
     _offer_cascade()
 
 

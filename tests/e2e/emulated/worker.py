@@ -34,7 +34,7 @@ from dyntree_plugin.engine import configuration  # noqa: E402
 from dyntree_plugin.engine.attention.indexer import IndexerKind  # noqa: E402
 from dyntree_plugin.engine.attention.kind import AttentionKind  # noqa: E402
 from dyntree_plugin.engine.attention.latent import LatentKind  # noqa: E402
-from dyntree_plugin.engine.cpu import products  # noqa: E402
+from dyntree_plugin.engine.cpu import experts, products  # noqa: E402
 from dyntree_plugin.engine.cuda.ops import CUDAOps  # noqa: E402
 from dyntree_plugin.engine.cuda.runner import make_runner  # noqa: E402
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker  # noqa: E402
@@ -87,6 +87,12 @@ class EmulatedWorker(TreeGPUWorker, _StartsAsOnCuda):
         with mock.patch.object(model_runner, "CPUModelRunner", make_runner):
             super().init_device()
         init_workspace_manager(torch.device("cpu"))
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        plan = configuration.tree_plan(self.vllm_config)
+        if plan is not None and plan.same_bits:
+            experts.keep_bits(self.model_runner.get_model())
 
 
 def _zeroing(stock: Any) -> Any:

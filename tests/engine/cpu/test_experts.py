@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,16 +57,15 @@ class Experts:
     """Experts whose kernel adds a number to the first row of a batch."""
 
     def __init__(self, wrong: float) -> None:
-        self.w13_weight, self.w2_weight = torch.ones(4, 32, 16), torch.ones(4, 16, 16)
-        self.activation, self.quant_method = None, SimpleNamespace(moe_kernel=self)
-        self.fused_experts, self._wrong = self, wrong
+        self.w2_weight = torch.ones(4, 16, 16)
+        self.global_num_experts, self.quant_method, self._wrong = 4, self, wrong
 
-    def apply(
-        self, *, output: torch.Tensor, hidden_states: torch.Tensor, **others: torch.Tensor
-    ) -> None:
-        assert others["topk_ids"].shape == (len(output), 2)
-        output.copy_(hidden_states)
-        output[0] += self._wrong
+    def apply(self, *, layer: Any, x: torch.Tensor, **others: Any) -> torch.Tensor:
+        assert layer is self
+        assert others["topk_ids"].shape == (len(x), 2)
+        out = x.clone()
+        out[0] += self._wrong
+        return out
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -49,6 +50,29 @@ def test_products_of_every_size_are_tried() -> None:
     offloaded = Linear(most=70)
     check_products(model(offloaded).to("meta"), torch.device("cpu"))
     assert offloaded.rows == []
+
+
+@pytest.mark.parametrize("broken", [None, "W_UK_T", "W_UV"])
+def test_products_of_latent_heads_are_tried(
+    broken: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = object.__new__(MLAAttention)
+    torch.nn.Module.__init__(layer)
+    for name, (k, n) in {"W_UK_T": (8, 12), "W_UV": (12, 4)}.items():
+        layer.register_buffer(name, torch.randn(2, k, n))
+    (layer.kv_b_proj,) = model(Linear(most=1))
+    wrong = None if broken is None else getattr(layer, broken)
+
+    def bmm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> None:
+        out.copy_((x[..., None] * weight[:, None]).sum(-2))
+        out[:, 0] += 0.0 if wrong is None or weight.shape != wrong.shape else 1.0
+
+    monkeypatch.setattr(torch, "bmm", bmm)
+    if wrong is None:
+        check_products(layer, torch.device("cpu"))
+    else:
+        with pytest.raises(RuntimeError, match=rf"\({wrong.shape[2]}, {wrong.shape[1]}\)"):
+            check_products(layer, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("broken", [Linear(most=70), Embedding(most=70)])

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 import torch
 from attention_checks import BEYOND, FeatureChecks, assert_matches, on, tree_batch
 from attention_inputs import draft_masks, tree_mask
+from device_order import ON_GPU, SMALL, OrderOnTheDevice
 from paged_cases import DEVICE, LAYOUTS, make_case
 from position_checks import PositionChecks
-from quick_interpreter import multiplied_in_order
 from tree_shapes import chain
 
-from dyntree_kernels.cuda.attention import Tiling, tiling, tree_attention
+from dyntree_kernels.cuda.attention import tiling, tree_attention
 
-ON_GPU = DEVICE.type == "cuda"
-SMALL = Tiling(16, 32, 4, 2)
 FLOAT8 = torch.float8_e4m3fn
 
 BFLOAT16 = pytest.param(
@@ -41,7 +36,7 @@ class TestTreeAttentionOnTheDevice(FeatureChecks):
     few = not ON_GPU
 
 
-class TestOrderOfPositionsOnTheDevice(PositionChecks):
+class TestOrderOfPositionsOnTheDevice(OrderOnTheDevice, PositionChecks):
     make = staticmethod(make_case)
     layouts = (
         {"kv_heads": 1, "group": 7},
@@ -50,19 +45,6 @@ class TestOrderOfPositionsOnTheDevice(PositionChecks):
         *([{"dtype": torch.bfloat16, "head_size": 128, "group": 4}] if ON_GPU else []),
         {},
     )
-    options: ClassVar[dict[str, Any]] = {"by_path": True, "tiles": SMALL}
-    plain = ({}, {"chains": True})
-    others = (
-        *({"splits": splits, "tiles": SMALL} for splits in (1, 2)),
-        {"by_path": True, "tiles": Tiling(16, 16, 8, 2)},
-    )
-    nodes = (40, 65, 9, 33) if ON_GPU else (14, 17, 5)
-    contexts = [300, 0, 45, 223] if ON_GPU else [120, 0, 95]
-
-    @pytest.fixture(autouse=True)
-    def in_order(self) -> Iterator[None]:
-        with nullcontext() if ON_GPU else multiplied_in_order():
-            yield
 
 
 @pytest.mark.parametrize("splits", [1, 3])

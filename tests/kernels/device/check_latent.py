@@ -4,30 +4,58 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from attention_checks import AttentionChecks, assert_matches, on, tree_batch
 from attention_inputs import tree_mask
+from device_order import ON_GPU, SMALL, OrderOnTheDevice
 from latent_inputs import make_latent_case
 from paged_cases import DEVICE
 from tree_shapes import chain
 
-from dyntree_kernels.cuda.attention import Tiling
 from dyntree_kernels.cuda.latent_attention import latent_tree_attention
+from dyntree_kernels.cuda.path_attention import PathColumns, path_attention
 
-ON_GPU = DEVICE.type == "cuda"
 FLOAT8 = torch.float8_e4m3fn
-SMALL = Tiling(16, 32, 4, 2)
-make_case = partial(make_latent_case, latent_tree_attention, device=DEVICE.type)
+
+
+def attend(
+    q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, contexts: torch.Tensor,
+    starts: torch.Tensor, bits: torch.Tensor, *, by_path: bool = False, chains: bool = False,
+    **given: Any,
+) -> None:  # fmt: skip
+    """``chains``: with ``by_path``, take all requests for ones without a tree."""
+    if not by_path:
+        latent_tree_attention(q, cache, table, contexts, starts, bits, **given)
+        return
+    if chains:
+        given["seq_lens"] = contexts + torch.diff(starts)
+        contexts = torch.full_like(contexts, -1)
+    path_attention(q, cache[:, None], table, contexts, starts, PathColumns.of(bits), **given)
+
+
+make_case = partial(make_latent_case, attend, device=DEVICE.type)
 
 
 class TestLatentAttentionOnTheDevice(AttentionChecks):
     kernel = "triton"
     make = staticmethod(make_case)
-    ways = ({"splits": 1, "tiles": SMALL}, {"splits": 3, "tiles": SMALL})
+    ways = (
+        *({"splits": splits, "tiles": SMALL} for splits in (1, 3)),
+        {"by_path": True, "tiles": SMALL},
+    )
     contexts = (0, 17, 95)
     few = not ON_GPU
+
+
+class TestOrderOfLatentPositionsOnTheDevice(OrderOnTheDevice):
+    make = staticmethod(make_case)
+    layouts = (
+        {"heads": 3},
+        *([{"heads": 16, "dtype": torch.bfloat16, "head_size": 576, "rope": 64}] if ON_GPU else []),
+    )
 
 
 @pytest.mark.parametrize(("heads", "dtype"), [(5, torch.float32), (16, torch.float16)])

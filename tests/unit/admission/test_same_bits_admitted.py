@@ -14,12 +14,11 @@ from dyntree_plugin.admission.same_bits import EXPERTS, ON_CPU, ON_CUDA, REFUSAL
 
 BITS = {"exactness": "bits"}
 CHANGES: dict[str, tuple[str, Any]] = {
-    "is_moe": ("model_config.is_moe", True),
     "is_moe, architecture": ("model_config.architecture", "MixtralForCausalLM"),
     "is_moe, enforce_eager": ("model_config.enforce_eager", False),
     "is_moe, data_parallel_size": ("parallel_config.data_parallel_size", 2),
     "is_hybrid": ("model_config.is_hybrid", True),
-    "use_mla": ("model_config.use_mla", True),
+    "index_topk": ("model_config.hf_text_config.index_topk", 8),
     "quantization": ("model_config.quantization", "fp8"),
     "dtype": ("model_config.dtype", torch.float16),
     "kv_cache_dtype": ("cache_config.cache_dtype", "fp8_e4m3"),
@@ -78,25 +77,28 @@ def test_one_change_is_refused_with_its_option_and_advice(
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_and_latent_attention_are_admitted_on_a_cpu(build: Build, name: str) -> None:
+@pytest.mark.usefixtures("batch_invariant")
+def test_experts_and_latent_attention_are_admitted(build: Build, name: str) -> None:
     for latent in (True, False):
         changes = {"model_config.architecture": name, "model_config.use_mla": latent}
-        assert not [*bits_refusals(with_experts(build, **changes), "cpu")]
+        found = with_experts(build, **changes)
+        assert not [*bits_refusals(found, "cpu"), *bits_refusals(found, "cuda")]
 
 
+@pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.usefixtures("batch_invariant")
-def test_on_cuda_attention_is_that_of_triton(build: Build) -> None:
-    for backend, refused in (("FLASH_ATTN", True), ("TRITON_ATTN", False)):
-        named = changed(
-            build(dyntree=BITS), "attention_config.backend", AttentionBackendEnum[backend]
-        )
+def test_on_cuda_attention_is_that_of_triton(build: Build, latent: bool) -> None:
+    backends = ("FLASHMLA", "TRITON_MLA") if latent else ("FLASH_ATTN", "TRITON_ATTN")
+    for backend in backends:
+        changes = {"attention_config.backend": AttentionBackendEnum[backend]}
+        named = with_all(build(dyntree=BITS), changes | {"model_config.use_mla": latent})
         reasons = [*bits_refusals(named, "cuda")]
-        assert bool(reasons) == refused
-        assert not refused or "attention_backend='FLASH_ATTN' is not supported" in reasons[0]
+        assert bool(reasons) == (backend == backends[0])
+        assert all(f"attention_backend={backend!r} is not supported" in each for each in reasons)
         assert not [*bits_refusals(named, "cpu")]
 
 
 def test_on_cuda_vllms_batch_invariant_mode_is_needed(build: Build) -> None:
     config = changed(build(dyntree=BITS), *UNCHECKED)
     assert "set VLLM_BATCH_INVARIANT=1 in the environment" in refusal_of(config, "cuda", **BITS)
-    assert "bits" not in refusal_of(changed(config, "model_config.is_moe", True), "cuda")
+    assert "bits" not in refusal_of(changed(config, "model_config.is_hybrid", True), "cuda")
