@@ -94,7 +94,7 @@ class Library(ModuleType):
 
         return SimpleNamespace(
             name=str(arguments),
-            jit_library_path=path,
+            get_library_path=lambda: path,
             load=lambda found: arguments[:-2],
             build_and_load=build_and_load,
         )

@@ -182,7 +182,7 @@ def _as_built(variant: Variant) -> Iterator[None]:
 @functools.cache
 def _module(variant: Variant) -> Any:
     spec = variant.spec()
-    return spec.load(spec.jit_library_path)
+    return spec.load(spec.get_library_path())
 
 
 @functools.cache

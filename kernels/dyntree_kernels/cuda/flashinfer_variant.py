@@ -115,8 +115,9 @@ class Variant:
         return gen_customize_batch_prefill_module("fa2", *self.jit_args(), **self.jit_kwargs())
 
     def is_built(self) -> bool:
-        """Return whether `build` has compiled the module for this GPU's architecture."""
-        return bool(self.spec().jit_library_path.exists())
+        """Return whether the module is there for this GPU's architecture: from `build`, or brought
+        in FlashInfer's package (`data/aot/NAME/NAME.so`)."""
+        return bool(self.spec().get_library_path().exists())
 
 
 class Module(Protocol):
@@ -139,7 +140,7 @@ def build(module: Module, report: Callable[[str], None]) -> float:
         RuntimeError: if there is no nvcc, or if the compilation fails.
     """
     spec = module.spec()
-    if spec.jit_library_path.exists():
+    if spec.get_library_path().exists():
         report(f"{module.name}: already built")
         return 0.0
     find_cuda_home()

@@ -54,7 +54,7 @@ class Xqa:
 
     def is_built(self) -> bool:
         """Return whether the module is compiled for this GPU's architecture."""
-        return takes_trees() and bool(self.spec().jit_library_path.exists())
+        return takes_trees() and bool(self.spec().get_library_path().exists())
 
     def load(self, words: int) -> None:
         """Let FlashInfer use the module as it is for all trees with masks of so many words.
@@ -169,4 +169,4 @@ def takes_trees() -> bool:
 @functools.cache
 def _loaded(module: Xqa) -> Any:
     spec = module.spec()
-    return spec.load(spec.jit_library_path)
+    return spec.load(spec.get_library_path())
