@@ -63,47 +63,37 @@ carried=${PYTHONPATH:-}
 export PYTHONPATH=$PWD:$PWD/kernels:$scratch${carried:+:$carried}
 mkdir -p "$out" "$XDG_CACHE_HOME"
 
-if ! memory=$("$python" -c 'import sys, torch
-if not torch.cuda.is_available():
-    sys.exit(1)
-print(torch.cuda.get_device_properties(0).total_memory >> 30)'); then
-    echo "make gpu-e2e needs a CUDA device, and $python sees none" >&2
-    exit 1
-fi
+# Every model is made here or comes with the checkout.
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 "$python" scripts/register.py "$scratch" || exit 1
 # Without .pyc files every engine's process would compile the same sources.
 IFS=: read -ra folders <<<"$carried"
 for folder in "${folders[@]}"; do
     [[ ! -d $folder ]] || timeout 60 "$python" -m compileall -q -j 0 "$folder" >/dev/null
 done
-timeout 120 "$python" -m dyntree_plugin.cli doctor | tee "$out/gpu-doctor.txt"
-
 with_tests() { PYTHONPATH=$PWD/tests:$PWD/tests/e2e:$PYTHONPATH "$@"; }
-
-# What a full installation of vLLM has and this one may not, for the notes of the results.
-missing=$(with_tests "$python" tests/e2e/gpu_results.py missing) || missing="parts that could not be told"
-if [[ -n $missing ]]; then
-    note="This installation of vLLM lacks $missing: figures will be close to a full one's, not equal."
-else
-    note="vLLM is installed in full."
+# The GPU's name in files, its memory in GiB, code and machine, and a note for the results.
+mapfile -t told < <(with_tests "$python" tests/e2e/gpu_results.py machine)
+if ((${#told[@]} != 4)); then
+    echo "make gpu-e2e needs a CUDA device, and $python sees none" >&2
+    exit 1
 fi
+gpu=${told[0]} memory=${told[1]} stamp=${told[2]} note=${told[3]}
+timeout 120 "$python" -m dyntree_plugin.cli doctor | tee "$out/gpu-doctor-$gpu.txt"
 echo "$note"
-
-stamp=$(with_tests "$python" tests/e2e/gpu_results.py stamp)
 has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
 stands() { [[ -f $1 && $(head -n 1 "$1") == "$stamp" ]]; }
 
 # Type or bits, seconds, further arguments of the program.
 identity() {
-    local name=$1 seconds=$2 program=device_identity code
+    local name=$1 seconds=$2 program=device_identity file=$out/gpu-identity-$1-$gpu code
     shift 2
     [[ $name != bits ]] || program=device_bits
     with_tests timeout -k 20 $((seconds + 20)) "$python" "tests/e2e/$program.py" \
-        "$out/gpu-identity-$name.json" --note "$note" --seconds "$seconds" "$@" \
-        >"$out/gpu-identity-$name.txt" 2>"$out/gpu-identity-$name.log"
+        "$file.json" --note "$note" --seconds "$seconds" "$@" >"$file.txt" 2>"$file.log"
     code=$?
-    ((code == 0 || code == 1)) || tail -n 40 "$out/gpu-identity-$name.log"
-    cat "$out/gpu-identity-$name.txt"
+    ((code == 0 || code == 1)) || tail -n 40 "$file.log"
+    cat "$file.txt"
     return $code
 }
 
@@ -127,26 +117,22 @@ gpu_tests() {
         grep -lE '^(from|import) hypothesis' "${tests[@]}" | sed 's/$/ is left out: no hypothesis/'
         mapfile -t tests < <(grep -LE '^(from|import) hypothesis' "${tests[@]}")
     fi
-    checked "$out/gpu-tests.txt" $((limit - SECONDS - 20)) -m gpu "${tests[@]}"
+    checked "$out/gpu-tests-$gpu.txt" $((limit - SECONDS - 20)) -m gpu "${tests[@]}"
 }
 
 launches() {
-    local file="$out/gpu-launches.txt" code=0
-    if ! stands "$file"; then
-        local config
-        for config in '{}' '{"head": true}' '{"hybrid": true}' '{"hybrid": true, "dyntree": null}'; do
-            echo "== $config"
-            with_tests timeout $((limit - SECONDS)) "$python" tests/engine/launches.py "$config" \
-                2>>"$scratch/launches.log" || code=$?
-        done >"$scratch/launches"
-        cp "$scratch/launches.log" "$out/gpu-launches.log"
-        if ((code == 0)); then
-            { echo "$stamp" && cat "$scratch/launches"; } >"$file"
+    local file="$out/gpu-launches-$gpu.txt" code=0 config found
+    stands "$file" || echo "$stamp" >"$file"
+    for config in '{}' '{"head": true}' '{"hybrid": true}' '{"hybrid": true, "dyntree": null}'; do
+        ! grep -qxF "== $config" "$file" || continue
+        if found=$(with_tests timeout $((limit - SECONDS)) "$python" tests/engine/launches.py \
+            "$config" 2>"${file%.txt}.log"); then
+            printf '== %s\n%s\n' "$config" "$found" >>"$file"
         else
-            tail -n 40 "$out/gpu-launches.log"
+            code=1 && tail -n 40 "${file%.txt}.log"
         fi
-    fi
-    [[ ! -f $file ]] || cat "$file"
+    done
+    cat "$file"
     return $code
 }
 
@@ -157,8 +143,9 @@ offloading=
 further=()
 
 limits() {
-    timeout -k 20 $((limit - SECONDS)) "$python" -m benchmarks.serve.limits "$out/gpu-limits.json" \
-        --note "$note" --seconds $((limit - SECONDS - 60)) 2>&1 | tee "$out/gpu-limits.txt"
+    timeout -k 20 $((limit - SECONDS)) "$python" -m benchmarks.serve.limits \
+        "$out/gpu-limits-$gpu.json" --note "$note" --seconds $((limit - SECONDS - 60)) 2>&1 |
+        tee "$out/gpu-limits-$gpu.txt"
     return "${PIPESTATUS[0]}"
 }
 
@@ -166,7 +153,7 @@ limits() {
 # budgets of trees; then arguments of `benchmarks.serve`. All engines run side by side.
 speed() {
     local shape=("$1" "$2") cache=$3 chains=${CHAINS:-$4} drawn=${DRAWN:-$5} budgets
-    local name=serve-gpu-${part#speed-} engines=("${further[@]}") length number code=0
+    local name=serve-gpu-${part#speed-}-$gpu engines=("${further[@]}") length number code=0
     read -ra budgets <<<"${BUDGETS:-$6}"
     shift 6
     for length in $chains; do engines+=(--chain "$length"); done
@@ -182,7 +169,8 @@ speed() {
     done
     # vLLM wants its share of the memory free; what an engine takes is its weights and the cache.
     local arguments="{\"kv_cache_memory_bytes\": $cache, \"gpu_memory_utilization\": 0.05$offloading}"
-    if ! with_tests "$python" tests/e2e/gpu_results.py whole "$out/$name.json"; then
+    if [[ ! -f $out/$name.json ]] ||
+        ! with_tests "$python" tests/e2e/gpu_results.py whole "$out/$name.json"; then
         # shellcheck disable=SC2086  # ARGS are several
         timeout -k 20 $((limit - SECONDS)) "$python" -m benchmarks.serve \
             "${shape[@]}" "$@" \
@@ -227,7 +215,7 @@ grown_target("llama-1b", Path(pair.paths()["target"]))' &
     identity bf16 "$seconds" --engine "no speculation" --engine "tree of 16" >"$scratch/tokens" &
     tokens=$!
     echo "== kernels"
-    checked "$out/gpu-first-kernels.txt" "$seconds" -k "served_shapes or TheWalk" \
+    checked "$out/gpu-first-kernels-$gpu.txt" "$seconds" -k "served_shapes or TheWalk" \
         tests/kernels/device/check_attention.py tests/kernels/device/check_walk.py
     kernels_code=$?
     wait "$tokens"; tokens_code=$?

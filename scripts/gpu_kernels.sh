@@ -18,7 +18,8 @@ limit=${LIMIT:-470}
 export PYTHONPATH=$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$out"
 
-if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+if ! gpu=$("$python" -c 'import torch
+print(torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-"))' 2>/dev/null); then
     echo "make gpu-kernels needs a CUDA device, and $python sees none" >&2
     exit 1
 fi
@@ -44,20 +45,20 @@ if [[ ${CHECKS:-1} != 0 ]]; then
     # A file that cannot be imported leaves the others their turn, and on SIGINT pytest writes what it
     # knows.
     timeout -s INT -k 20 220 "$python" -m pytest -q -o addopts= -p no:cacheprovider "${workers[@]}" \
-        --continue-on-collection-errors --junitxml "$out/kernels-checks.xml" \
+        --continue-on-collection-errors --junitxml "$out/kernels-checks-$gpu.xml" \
         tests/kernels/device/check_*.py tests/kernels/test_xformers_attention.py 2>&1 |
-        tee "$out/kernels-checks.txt" | tail -40
+        tee "$out/kernels-checks-$gpu.txt" | tail -40
     checks=${PIPESTATUS[0]}
 fi
 
 echo "== times"
 left=$((limit - SECONDS)) # the parts after the shapes take about 80 s
-timeout "$left" "$python" -m benchmarks.kernels --output "$out/kernels.json" \
+timeout "$left" "$python" -m benchmarks.kernels --output "$out/kernels-$gpu.json" \
     --seconds $((left > 100 ? left - 90 : 10)) \
-    --flash-attention "$flash" | tee "$out/kernels.txt"
+    --flash-attention "$flash" | tee "$out/kernels-$gpu.txt"
 times=${PIPESTATUS[0]}
 # The table of times of this GPU, named after it, which the package brings from then on.
-table=$(sed -n 's/^attention: auto follows \(.*\) on this GPU$/\1/p' "$out/kernels.txt")
+table=$(sed -n 's/^attention: auto follows \(.*\) on this GPU$/\1/p' "$out/kernels-$gpu.txt")
 [[ -z $table ]] || cp "$table" "$out/table-$(basename "$table")"
 
 echo "checks exited with $checks, the benchmark with $times; results are in $out"

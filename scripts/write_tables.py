@@ -47,6 +47,16 @@ def _speed_ups(name: str) -> str:
     return "\n".join(lines)
 
 
+def _on_gpus(part: str) -> str:
+    """Compare engines on each GPU that has a result of a part of the GPU suite."""
+    tables = []
+    for name in sorted(path.stem for path in RESULTS.glob(f"serve-gpu-{part}-*.json")):
+        gpu = read(RESULTS / f"{name}.json").provenance["gpu"]
+        file = f"[`{name}.json`](../benchmarks/results/{name}.json)"
+        tables.append(f"{gpu} ({file}):\n\n{_speed_ups(name)}")
+    return "\n\n".join(tables)
+
+
 def _kind(result: Result, engine: str) -> str:
     """Return what a row shows: one engine, or the chains of a kind."""
     kind, _, length = engine.rpartition(" of ")
@@ -241,9 +251,9 @@ TABLES: dict[str, Callable[[], str]] = {
             "no_amx": "serve-llama-1b-zen5",
             "head": "serve-llama-1b-eagle3",
             "offload": "serve-llama-1b-offload",
-            "gpu": "serve-gpu-1b-h200",
         }.items()
     },
+    "speed_gpu": partial(_on_gpus, "1b"),
     "peers": _peers,
     "recipes": _recipes,
     "real": lambda: report.table(json.loads((RESULTS / "real-cpu.json").read_text())["series"]),

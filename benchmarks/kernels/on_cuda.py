@@ -9,8 +9,9 @@ import json
 import operator
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,17 @@ class Benchmark:
             "xformers": cases.xformers,
         }
 
-    def measure_all(self) -> None:
-        """Time the cascade and XQA last: they have not run on a GPU yet, and after a fault nothing
-        else can."""
+    def measure_all(self) -> Iterator[None]:
+        """Time a shape at each turn, with the cascade and XQA last: they have not run on a GPU yet,
+        and after a fault nothing else can."""
         others = [name for name in self.runners() if name not in ("cascade", "xqa")]
         for names in (others, ["cascade"], ["xqa"]):
             for context in CONTEXTS:
                 for rows in ROWS:
                     self.measure(rows, context, names)
+                    yield
                 self.measure(1, context, [name for name in names if name in OF_ONE_ROW])
+                yield
 
     def measure(self, rows: int, context: int, names: Collection[str]) -> None:
         """Time these implementations on one shape; each is compared with the oracle first."""
@@ -85,7 +88,7 @@ class Benchmark:
         del batch
         torch.cuda.empty_cache()
 
-    def measure_tilings(self) -> None:
+    def measure_tilings(self) -> Iterator[None]:
         """Time our kernel on trees that fill no tile, in the tiles that it chooses and in others.
 
         The fastest should be what `tiling` chooses.
@@ -100,6 +103,7 @@ class Benchmark:
                         "rows": rows, "context": context, "chosen": tiles == chosen,
                     }  # fmt: skip
                     self._add(self.tilings, entry, batch, partial(cases.triton, tiles=tiles))
+                    yield
 
     def _add(
         self,
@@ -221,13 +225,11 @@ def main(arguments: list[str] | None = None) -> None:
         "left_out": benchmark.left_out,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    for section in (benchmark.measure_all, benchmark.measure_tilings,
-                    lambda: result.update(small=small_kernels())):  # fmt: skip
-        # After every section: a kernel that breaks the CUDA context ends the process.
-        try:
-            section()
-        finally:
-            options.output.write_text(json.dumps(result, indent=1) + "\n")
+    for _ in chain(benchmark.measure_all(), benchmark.measure_tilings()):
+        # After every shape: a kernel that hangs or breaks the CUDA context ends the process.
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    result["small"] = small_kernels()
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
     print_table(result)
     if any(entry["reason"] == _LATE for entry in benchmark.left_out):
         sys.stdout.write("attention: auto follows no measurement that ran out of time\n")

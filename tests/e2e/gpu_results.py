@@ -1,9 +1,9 @@
 """Decide whether an earlier result from a GPU is still valid: same code, same machine.
 
-python gpu_results.py stamp         print a line that names code and machine
+python gpu_results.py machine       print four lines: the GPU's name in files, its memory in GiB,
+                                    what names code and machine, and a note about the installation
 python gpu_results.py whole FILE    exit with 0 if a result of `dyntree bench serve` is valid and
                                     complete
-python gpu_results.py missing       print what a full installation of vLLM has and this one has not
 """
 
 from __future__ import annotations
@@ -67,12 +67,24 @@ def whole(file: Path) -> bool:
     )
 
 
-def main(asked: str, *files: str) -> None:
-    if asked == "stamp":
-        print(f"# {json.dumps(of_this(provenance()))}")  # noqa: T201
+def machine() -> Iterator[str]:
+    """Yield four lines on this machine, none if it has no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
         return
-    if asked == "missing":
-        print(", ".join(missing()))  # noqa: T201
+    yield torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
+    yield str(torch.cuda.get_device_properties(0).total_memory >> 30)
+    yield f"# {json.dumps(of_this(provenance()))}"
+    lacks = ", ".join(missing())
+    full = "vLLM is installed in full."
+    note = f"This installation of vLLM lacks {lacks}: figures are close to a full one's, not equal."
+    yield note if lacks else full
+
+
+def main(asked: str, *files: str) -> None:
+    if asked == "machine":
+        print(*machine(), sep="\n")  # noqa: T201
         return
     sys.exit(not all(whole(Path(file)) for file in files))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpu_results
 import pytest
+import torch
 
 from dyntree_plugin.commands.bench.results import Cell, Result, Series, write
 from dyntree_plugin.commands.loads.runs import Engine, Run
@@ -73,14 +75,20 @@ def test_nor_does_one_of_other_code_or_another_machine(what: str, tmp_path: Path
     assert not gpu_results.whole(tmp_path / "result.json")
 
 
-def test_the_stamp_is_a_line_that_names_code_and_machine(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_four_lines_say_what_the_machine_is_and_none_that_it_has_no_gpu(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stamps = []
+    assert not [*gpu_results.machine()]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    properties = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    told = []
     for commit in ("one", "one", "two"):
         known = provenance() | {"commit": commit}
         monkeypatch.setattr(gpu_results, "provenance", lambda known=known: known)
-        gpu_results.main("stamp")
-        stamps.append(capsys.readouterr().out)
-    assert stamps[0] == stamps[1] != stamps[2]
-    assert stamps[0].count("\n") == 1
+        told.append([*gpu_results.machine()])
+    assert told[0][:2] == ["h100-80gb-hbm3", "80"]
+    assert told[0] == told[1] != told[2]
+    assert not any("\n" in line for line in told[0])
+    assert len(told[0]) == 4

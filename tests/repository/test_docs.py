@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from collections.abc import Iterator
@@ -99,6 +100,19 @@ def test_the_tables_of_the_pages_are_those_that_the_script_writes() -> None:
         named += [match[2] for match in script["MARKED"].finditer(page)]
         assert script["with_tables"](page) == page, path.name
     assert sorted(named) == sorted(script["TABLES"])
+
+
+def test_every_gpu_with_results_has_a_table(tmp_path: Path) -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "write_tables.py"))
+    of_gpus = script["_on_gpus"]
+    result = json.loads((script["RESULTS"] / "serve-gpu-1b-h200.json").read_text())
+    for name in ("H100", "H200"):
+        result["provenance"]["gpu"] = f"NVIDIA {name}"
+        (tmp_path / f"serve-gpu-1b-{name.lower()}.json").write_text(json.dumps(result))
+    of_gpus.__globals__["RESULTS"] = tmp_path
+    written = of_gpus("1b")
+    assert re.findall(r"^NVIDIA (\w+) \(", written, re.M) == ["H100", "H200"]
+    assert written.count("\n| no speculation |") == 2
 
 
 def test_the_readme_counts_recipes_as_the_table_does() -> None:
