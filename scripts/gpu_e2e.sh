@@ -4,7 +4,8 @@
 #   PART     first      for a new machine, at most 6 minutes: kernels on five shapes, the same tokens in
 #                       bf16 with one tree, and no speculation, vLLM's chains and the tree at two batches
 #            identity-bf16, identity-fp32
-#                       the same tokens as vLLM without trees, with controls
+#                       the same tokens as vLLM without trees, with controls; in bf16 also with the
+#                       cascade, FlashInfer and XQA
 #            identity-bits
 #                       with `exactness` bits: the same bits as without nodes, in other batches, with controls
 #            tests      the tests for GPUs: no step waits for the device; the tokens of a target with

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from identity_report import Broken, Record, Row, report
 from margins import Place, Scores, places, scores_of, scoring, verdict
 
 from benchmarks.real.margins import MARGINS
+from benchmarks.serve.shapes import grow
+from dyntree_plugin.pair.models import Shape
 from dyntree_plugin.tree.perturb import perturb_on
 
 ON_CUDA = torch.cuda.is_available()
@@ -70,6 +73,15 @@ TREES = {
     ),
     **({"tree of 16, waiting is an error": workload.with_options()} if ON_CUDA else {}),
 }
+HEADS_OF_128 = Shape(hidden=256, intermediate=704, layers=6, heads=16, kv_heads=4, head_dim=128)
+"""A shape that every kernel of tree attention serves; `shapes.grow` makes the target so."""
+KERNELS = {"cascade": "cascade", "FlashInfer": "flashinfer", "XQA": "auto"}
+"""Values of the option `attention` by which trees of that target get another kernel than Triton's;
+XQA by a table of times, in which there is nothing else."""
+if ON_CUDA:
+    has_flashinfer = find_spec("flashinfer") is not None
+    names = [name for name in KERNELS if has_flashinfer or name == "cascade"]
+    TREES |= {f"tree of 16, {n}": workload.tree(16, attention=KERNELS[n]) for n in names}
 
 
 def compare(
@@ -182,14 +194,35 @@ def _rows(device: Device, name: str, plain: Future[dict[str, Result]]) -> list[R
 
 @contextmanager
 def _arguments(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of an engine; a head of random weights lasts as long as this context."""
-    if "a head" not in name:
-        yield TREES[name]
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        head = {"model": str(heads.random_head(Path(folder)))}
-        speculation = TREES[name]["speculative_config"] | head
-        yield TREES[name] | {"speculative_config": speculation}
+    """Yield the arguments of an engine; models that it needs last as long as this context."""
+    arguments, kernel = TREES[name], _kernel(name)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        if "a head" in name:
+            head = {"model": str(heads.random_head(folder))}
+            arguments = arguments | {"speculative_config": arguments["speculative_config"] | head}
+        if kernel:
+            grow(workload.pair.paths()["target"], HEADS_OF_128, folder / "target")
+            # A module of XQA is for one size of blocks.
+            arguments = arguments | {"model": str(folder / "target"), "block_size": 16}
+        if kernel == "XQA":
+            options = arguments["additional_config"]["dyntree"]
+            table = {"kernel_table": str(_table_of_xqa(folder / "table.json"))}
+            arguments = arguments | {"additional_config": {"dyntree": options | table}}
+        yield arguments
+
+
+def _kernel(engine: str) -> str | None:
+    """Return which of `KERNELS` an engine has; they are for 16-bit types."""
+    last = engine.rpartition(", ")[2]
+    return last if last in KERNELS else None
+
+
+def _table_of_xqa(path: Path) -> Path:
+    of = {"device": torch.cuda.get_device_name(), "group": 4, "head_size": 128, "dtype": "bfloat16"}
+    at = {"rows": 16, "context": 4096, "microseconds": 1.0, "plan_microseconds": None}
+    path.write_text(json.dumps({"attention": [{"implementation": "xqa", **of, **at}]}))
+    return path
 
 
 def _scores(device: Device, apart: Sequence[Place]) -> list[Scores]:
@@ -221,7 +254,8 @@ def main() -> None:
     given = parser.parse_args()
     end = time.monotonic() + given.seconds
     record = Record(given.file, given.note)
-    engines, at_once = given.engine or (PLAIN, *TREES), max((os.cpu_count() or 1) // 2, 2)
+    every = [name for name in (PLAIN, *TREES) if given.dtype != "float32" or not _kernel(name)]
+    engines, at_once = given.engine or every, max((os.cpu_count() or 1) // 2, 2)
     compare(given.dtype, engines, record, at_once, lambda: end - time.monotonic())
     rows = [row for row in record.found if row.dtype == given.dtype and row.engine in engines]
     print(report(rows))  # noqa: T201
