@@ -23,6 +23,8 @@ GROUP = HEADS // KV_HEADS
 DTYPE = torch.bfloat16
 SCALE = HEAD_SIZE**-0.5
 PLAIN = LayerFeatures(SCALE)
+_VLLMS_SPLITS = 32
+"""Most splits of a context in vLLM's graphs (`flash_attn_max_num_splits_for_cuda_graph`)."""
 
 Arguments: TypeAlias = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
@@ -73,10 +75,11 @@ def reordered(parents: list[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Batch:
-    """One request: `rows` nodes behind `context` positions, over LAYERS caches."""
+    """Equal `requests`: `rows` nodes behind `context` positions each, over LAYERS caches."""
 
     rows: int
     context: int
+    requests: int
     q: torch.Tensor
     caches: torch.Tensor  # [LAYERS, blocks, Hkv, N, 2 * D]
     table: torch.Tensor
@@ -89,12 +92,12 @@ class Batch:
     def bytes(self) -> int:
         """What one layer must move: keys and values once, queries in, outputs out."""
         cache = (self.context + self.rows) * KV_HEADS * 2 * HEAD_SIZE
-        return (cache + 2 * self.rows * HEADS * HEAD_SIZE) * DTYPE.itemsize
+        return self.requests * (cache + 2 * self.rows * HEADS * HEAD_SIZE) * DTYPE.itemsize
 
     @property
     def operations(self) -> int:
         """Of both products of one layer, over every column: what a causal kernel of `rows` does."""
-        return 4 * self.rows * (self.context + self.rows) * HEADS * HEAD_SIZE
+        return 4 * self.requests * self.rows * (self.context + self.rows) * HEADS * HEAD_SIZE
 
     def arguments(self, layer: int) -> Arguments:
         return (
@@ -103,33 +106,35 @@ class Batch:
         )  # fmt: skip
 
     def error(self) -> float:
-        """Largest difference of `out`, of layer 0, from the oracle."""
-        position = torch.arange(self.context + self.rows, device="cuda")
-        blocks = self.table[0, position // BLOCK_SIZE].long()
+        """Largest difference of `out`, of layer 0 and the last request, from the oracle."""
+        position = torch.arange(self.context + self.rows, device=self.q.device)
+        blocks = self.table[-1, position // BLOCK_SIZE].long()
         keys, values = self.caches[0][blocks, :, position % BLOCK_SIZE].chunk(2, -1)
         mask = torch.nn.functional.pad(
-            unpack_bits(self.bits, self.rows), (self.context, 0), value=True
+            unpack_bits(self.bits[-self.rows :], self.rows), (self.context, 0), value=True
         )
-        expected = masked_attention(self.q, keys, values, mask, PLAIN)
-        return float((self.out.double() - expected).abs().max())
+        expected = masked_attention(self.q[-self.rows :], keys, values, mask, PLAIN)
+        return float((self.out[-self.rows :].double() - expected).abs().max())
 
 
-def make_batch(rows: int, context: int) -> Batch:
+def make_batch(rows: int, context: int, requests: int = 1, device: str = "cuda") -> Batch:
     g = torch.Generator().manual_seed(rows)
-    blocks = -(-(context + rows) // BLOCK_SIZE)
+    blocks = requests * -(-(context + rows) // BLOCK_SIZE)
     shape = (LAYERS, blocks + 1, BLOCK_SIZE, KV_HEADS, 2 * HEAD_SIZE)
-    caches = torch.randn(shape, dtype=DTYPE, device="cuda").transpose(2, 3)
-    parents = torch.tensor([heavy_path_tree(rows, g)])
-    q = torch.randn(rows, HEADS, HEAD_SIZE, dtype=DTYPE, device="cuda")
+    caches = torch.randn(shape, dtype=DTYPE, device=device).transpose(2, 3)
+    parents = torch.tensor([heavy_path_tree(rows, g) for _ in range(requests)])
+    q = torch.randn(requests * rows, HEADS, HEAD_SIZE, dtype=DTYPE, device=device)
+    table = torch.randperm(blocks, generator=g).view(requests, -1) + 1
     return Batch(
         rows=rows,
         context=context,
+        requests=requests,
         q=q,
         caches=caches,
-        table=(torch.randperm(blocks, generator=g)[None] + 1).int().cuda(),
-        ctx_lens=torch.tensor([context], dtype=torch.int32, device="cuda"),
-        qo_indptr=torch.tensor([0, rows], dtype=torch.int32, device="cuda"),
-        bits=ancestor_bits(parents)[0].cuda(),
+        table=table.int().to(device),
+        ctx_lens=torch.full((requests,), context, dtype=torch.int32, device=device),
+        qo_indptr=(torch.arange(requests + 1) * rows).int().to(device),
+        bits=ancestor_bits(parents).flatten(0, 1).to(device),
         out=torch.empty_like(q),
     )
 
@@ -153,10 +158,10 @@ def triton_unmasked(b: Batch) -> Runner:
 def flashinfer(b: Batch, masked: bool = True) -> Runner:
     variant, attention = _flashinfer()
     runner = attention.FlashInferTreeAttention(
-        variant, HEADS, KV_HEADS, BLOCK_SIZE, b.q.device, max_requests=1, max_rows=b.rows,
-        max_blocks=b.table.shape[1], masked=masked,
+        variant, HEADS, KV_HEADS, BLOCK_SIZE, b.q.device, max_requests=b.requests,
+        max_rows=len(b.q), max_blocks=b.table.numel(), masked=masked,
     )  # fmt: skip
-    lens = torch.tensor([b.context + b.rows], dtype=torch.int32)
+    lens = torch.full((b.requests,), b.context + b.rows, dtype=torch.int32)
 
     def plan() -> None:
         runner.plan(b.qo_indptr.cpu(), lens, b.table)
@@ -241,16 +246,25 @@ def _with_flash_attention(module: str) -> Any:
 
 
 def flash_attention(b: Batch, module: str) -> Runner:
-    """FlashAttention 3 over all columns, causal."""
-    function = _with_flash_attention(module).flash_attn_varlen_func
-    everything = b.ctx_lens + b.rows
+    """FlashAttention 3 over all columns, causal, planned once per step, as vLLM does in a graph."""
+    library = _with_flash_attention(module)
+    everything, longest = b.ctx_lens + b.rows, b.context + b.rows
+    planned: list[torch.Tensor] = []
 
     def launch(layer: int) -> None:
+        if layer == 0:
+            made = library.get_scheduler_metadata(
+                batch_size=b.requests, max_seqlen_q=b.rows, max_seqlen_k=longest,
+                num_heads_q=HEADS, num_heads_kv=KV_HEADS, headdim=HEAD_SIZE, causal=True,
+                cache_seqlens=everything, qkv_dtype=DTYPE, cu_seqlens_q=b.qo_indptr,
+                page_size=BLOCK_SIZE, num_splits=_VLLMS_SPLITS,
+            )  # fmt: skip
+            planned[:] = [made]
         keys, values = b.caches[layer].transpose(1, 2).chunk(2, 3)
-        function(
-            b.q, keys, values, max_seqlen_q=b.rows, cu_seqlens_q=b.qo_indptr,
-            max_seqlen_k=b.context + b.rows, seqused_k=everything, block_table=b.table,
-            softmax_scale=SCALE, causal=True, fa_version=3, out=b.out,
+        library.flash_attn_varlen_func(
+            b.q, keys, values, max_seqlen_q=b.rows, cu_seqlens_q=b.qo_indptr, max_seqlen_k=longest,
+            seqused_k=everything, block_table=b.table, softmax_scale=SCALE, causal=True,
+            fa_version=3, out=b.out, scheduler_metadata=planned[0], num_splits=_VLLMS_SPLITS,
         )  # fmt: skip
 
     return Runner(launch, exact=False)

@@ -26,8 +26,10 @@ from dyntree_kernels.cuda.kv_move import KVMover
 from dyntree_kernels.cuda.walk import walk
 
 ROWS, CONTEXTS = (16, 32, 64, 256, 512, 1024), (4096, 16384)
-OF_ONE_ROW = ("triton", "flashinfer", "xqa", "fa3 causal")
-"""What is timed with one row as well."""
+BATCHES = ((16, 4096, 8), (32, 4096, 8), (64, 4096, 8), (16, 1024, 32))
+"""Rows, context and requests of what is timed with several requests as well."""
+FEW = ("triton", "flashinfer", "xqa", "fa3 causal", "cascade")
+"""What is timed with one row, and with several requests, as well."""
 UNEVEN = (17, 33, 65, 129)
 """Rows of usual trees with their root: those of a head group fill no tile."""
 TOLERANCE = 2e-2  # of bfloat16 outputs against the float64 oracle
@@ -45,6 +47,7 @@ class Benchmark:
         self.limits = timing.ceilings(cases.DTYPE)
         self.device = torch.cuda.get_device_name()
         self.attention: list[dict[str, Any]] = []
+        self.batches: list[dict[str, Any]] = []
         self.tilings: list[dict[str, Any]] = []
         self.left_out: list[dict[str, Any]] = []
 
@@ -71,20 +74,24 @@ class Benchmark:
                 for rows in ROWS:
                     self.measure(rows, context, names)
                     yield
-                self.measure(1, context, [name for name in names if name in OF_ONE_ROW])
+                self.measure(1, context, [name for name in names if name in FEW])
+                yield
+            for shape in BATCHES:
+                self.measure(*shape[:2], [name for name in names if name in FEW], shape[2])
                 yield
 
-    def measure(self, rows: int, context: int, names: Collection[str]) -> None:
+    def measure(self, rows: int, context: int, names: Collection[str], requests: int = 1) -> None:
         """Time these implementations on one shape; each is compared with the oracle first."""
-        batch = cases.make_batch(rows, context)
+        batch = cases.make_batch(rows, context, requests)
         gone = {e["implementation"] for e in self.left_out if e["reason"].startswith("Unavailable")}
         for name, make in self.runners().items():
             if name in names and name not in gone:
                 entry = {"implementation": name, "rows": rows, "context": context}
+                entry |= {"requests": requests} if requests > 1 else {}
                 if time.monotonic() > self._deadline:
                     self.left_out.append({**entry, "reason": _LATE})
                     continue
-                self._add(self.attention, entry, batch, make)
+                self._add(self.attention if requests == 1 else self.batches, entry, batch, make)
         del batch
         torch.cuda.empty_cache()
 
@@ -186,12 +193,14 @@ def print_table(result: dict[str, Any]) -> None:
     )
     header = f"{'context':>8}{'rows':>6}  {'implementation':24}{'µs/layer':>10}{'TB/s':>7}"
     write(f"{header}{'TFLOP/s':>9}{'of best':>9}{'error':>10}{'plan µs':>9}\n")
-    order = operator.itemgetter("context", "rows", "microseconds")
-    for e in sorted(result["attention"], key=order):
+    order = operator.itemgetter("requests", "context", "rows", "microseconds")
+    every = [{"requests": 1, **entry} for entry in result["attention"] + result["batches"]]
+    for e in sorted(every, key=order):
+        name = e["implementation"] + (f", {e['requests']} times" if e["requests"] > 1 else "")
         error = "" if e["max_error"] is None else f"{e['max_error']:.1e}"
         plan = "" if e["plan_microseconds"] is None else f"{e['plan_microseconds']:.0f}"
         write(
-            f"{e['context']:8}{e['rows']:6}  {e['implementation']:24}{e['microseconds']:10.1f}"
+            f"{e['context']:8}{e['rows']:6}  {name:24}{e['microseconds']:10.1f}"
             f"{e['terabytes_per_second']:7.2f}{e['teraflops']:9.0f}{e['efficiency']:9.0%}"
             f"{error:>10}{plan:>9}\n"
         )
@@ -220,6 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
         "provenance": timing.provenance(),
         "ceilings": benchmark.limits,
         "attention": benchmark.attention,
+        "batches": benchmark.batches,
         "tilings": benchmark.tilings,
         "small": {},
         "left_out": benchmark.left_out,

@@ -46,5 +46,6 @@ def test_what_a_library_asserts_leaves_its_kernel_out_and_the_others_times(
     assert [*benchmark.measure_all()]
     shapes = len(on_cuda.CONTEXTS) * (len(on_cuda.ROWS) + 1)
     assert [each["microseconds"] for each in benchmark.attention] == [7.0] * shapes
-    assert len(benchmark.left_out) == shapes
+    assert [each["requests"] for each in benchmark.batches] == [of[2] for of in on_cuda.BATCHES]
+    assert len(benchmark.left_out) == shapes + len(on_cuda.BATCHES)
     assert "AssertionError: output must match" in str(benchmark.left_out)
