@@ -27,8 +27,8 @@ from dyntree_plugin.engine.agreement import agreement_of
 from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.configuration import tree_sizes, uses_adaptive_budget
 from dyntree_plugin.engine.drafts.base import TreeProposals
-from dyntree_plugin.engine.drafts.drafters import drafter_for
 from dyntree_plugin.engine.drafts.look_up import TextLookUp
+from dyntree_plugin.engine.drafts.speculators import speculator_for
 from dyntree_plugin.engine.drawn.store import DrawStore
 from dyntree_plugin.engine.fallback import chain_reason
 from dyntree_plugin.engine.grammar.drafted import DraftGrammars, InTurn
@@ -109,7 +109,7 @@ class TreeRunnerMixin(TreeStage):
             tries=self._tries(plan),
             ranking=self._ranking,
         )
-        speculator = drafter_for(plan, vllm_config.speculative_config)
+        speculator = speculator_for(plan, vllm_config.speculative_config)
         self.speculator: TreeProposals = speculator(vllm_config, device, self, self.compose)
         self.recent_drafts = RecentDrafts(self.pipeline_stages, device)
         self._step_times = StepTimes()

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from dyntree_plugin.engine.drafts.drafters import drafter_for
 from dyntree_plugin.engine.drafts.head import HeadSpeculator, TargetHead
 from dyntree_plugin.engine.drafts.selecting import SelectingHead, SelectingSpeculator
+from dyntree_plugin.engine.drafts.speculators import speculator_for
 
 TOPK = 3
 
@@ -97,4 +97,4 @@ def test_a_draft_with_an_indexer_is_a_selecting_one(topk: int | None, found: typ
     speculation = SimpleNamespace(
         method="mtp", draft_model_config=draft, use_gemma4_mtp=lambda: False
     )
-    assert drafter_for(plan, speculation) is found
+    assert speculator_for(plan, speculation) is found
