@@ -9,14 +9,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from packaging.version import Version
-
+from dyntree_plugin.admission import versions
 from dyntree_plugin.admission.refusals import Refusal
-from dyntree_plugin.admission.versions import installed_vllm
 
 _ONLINE = "fp8_per_tensor"
-_GIVES_ROWS_THEIR_OWN = Version("0.33")
-"""The version of vLLM from which on experts are quantised row by row with VLLM_BATCH_INVARIANT."""
 
 
 def _of_experts(config: Any) -> str | None:
@@ -37,9 +33,8 @@ def _of_experts(config: Any) -> str | None:
 
 
 def _batch_invariant() -> bool:
-    version = (installed_vllm() or ("", "0"))[1]
     asked = os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0"
-    return asked and Version(version) >= _GIVES_ROWS_THEIR_OWN
+    return asked and versions.scales_rows_of_experts()
 
 
 def _inputs(written: Any) -> Iterator[Any]:

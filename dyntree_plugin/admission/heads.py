@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.admission.refusals import Refusal, split
+from dyntree_plugin.admission.versions import types_of_modules
 from dyntree_plugin.options.methods import HEADS
 
 if TYPE_CHECKING:
@@ -23,17 +24,14 @@ def modules(speculation: Any) -> int:
 
 
 def _untyped(speculation: Any) -> int:
-    """Return how many layers of Step-3.5's modules have no type of attention.
-
-    vLLM 0.32 cuts their types off ``layer_types``. 0.33 keeps them in ``mtp_layer_types``.
-    """
+    """Return how many layers of Step-3.5's modules have no type of attention."""
     draft = speculation.draft_model_config
     config = draft.hf_config
     types = getattr(config, "layer_types", None)
     if draft.architecture != _STEP or not types:
         return 0
-    own = getattr(config, "mtp_layer_types", None) or ()
-    return int(config.num_hidden_layers) + modules(speculation) - len(types) - len(own)
+    known = len(types) + len(types_of_modules(config))
+    return int(config.num_hidden_layers) + modules(speculation) - known
 
 
 HEAD_REFUSALS = (

@@ -1,8 +1,15 @@
-"""The versions of vLLM and the platforms that are supported."""
+"""The versions of vLLM and the platforms that are supported, and what the versions do differently.
+
+No other module asks which vLLM is installed, or whether it has what only some versions have. What
+serves with every version stays where it is: docs/vllm-patches.md names it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -61,3 +68,38 @@ def platform_refusal(device_type: str) -> str | None:
         f"device={device_type!r} is not supported: trees are served on {' and '.join(PLATFORMS)}; "
         "start without the dyntree options"
     )
+
+
+def scales_rows_of_experts() -> bool:
+    """Return whether VLLM_BATCH_INVARIANT has experts quantised row by row: since 0.33."""
+    return Version((installed_vllm() or ("", "0"))[1]) >= Version("0.33")
+
+
+def types_of_modules(config: Any) -> Sequence[str]:
+    """Return the attention types of a draft's modules in a configuration of transformers.
+
+    0.33 keeps them beside ``layer_types``, off which 0.32 cuts them.
+    """
+    return getattr(config, "mtp_layer_types", None) or ()
+
+
+def keeps_own_length(speculator: object) -> bool:
+    """Return whether a speculator must be told ``max_model_len``: 0.33's read the configuration."""
+    return not isinstance(getattr(type(speculator), "max_model_len", None), property)
+
+
+def bitmask_rows(manager: Any) -> int | None:
+    """Return how many rows of a bitmask each request has; None for as many as it needs.
+
+    Since 0.33 all requests have as many, and vLLM's workers refuse any other number.
+    ``manager``: vLLM's ``StructuredOutputManager``.
+    """
+    fixed = "mask_stride" in type(manager).grammar_bitmask.__code__.co_varnames
+    return 1 + int(manager.vllm_config.num_speculative_tokens) if fixed else None
+
+
+def forbidden_ends(manager: Any, request: Any) -> Callable[..., Any] | None:
+    """Return what gives the tokens that may not end a request's reasoning: since 0.33 there are
+    some."""
+    found = getattr(manager, "_masked_reasoning_ends", None)
+    return found and partial(found, request)

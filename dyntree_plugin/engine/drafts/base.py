@@ -12,6 +12,7 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 
+from dyntree_plugin.admission import versions
 from dyntree_plugin.engine.agreement import sizes_alone
 from dyntree_plugin.engine.attention.metadata import refresh
 from dyntree_plugin.engine.compose import Composer
@@ -54,8 +55,7 @@ class TreeProposals(BaseSpeculator):
     def update_max_model_len(self, max_model_len: int) -> None:
         """Follow the fitted context. vLLM calls `set_attn` later, which reads it."""
         self.draft_max_seq_len = max_model_len
-        # Since 0.33 vLLM's speculators read it from the configuration, which has it by now.
-        if not isinstance(getattr(type(self), "max_model_len", None), property):
+        if versions.keeps_own_length(self):
             self.max_model_len = max_model_len
 
     @torch.inference_mode()

@@ -12,6 +12,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
+from dyntree_plugin.admission import versions
 from dyntree_plugin.engine.grammar.drafts import TreeDrafts
 from dyntree_plugin.engine.grammar.walk import ANY, GrammarWalk, Tree
 
@@ -31,7 +32,7 @@ class TreeGrammars:
 
     def __init__(self, manager: StructuredOutputManager) -> None:
         self._manager = manager
-        self._rows = _rows_of_each(manager)
+        self._rows = versions.bitmask_rows(manager)
         self._parents: dict[str, list[int]] = {}
         self._bitmask: torch.Tensor | None = None
         self._seconds: list[float] = []
@@ -112,9 +113,7 @@ class TreeGrammars:
             raise RuntimeError(f"request {request.request_id} has no structured output")
         grammar: Any = structured.grammar
         starts = functools.partial(self._manager._get_constraint_bounds, request)
-        # Since 0.33, some tokens may not end a request's reasoning.
-        forbidden = getattr(self._manager, "_masked_reasoning_ends", None)
-        before = forbidden and functools.partial(forbidden, request)
+        before = versions.forbidden_ends(self._manager, request)
         GrammarWalk(request.request_id, grammar, bitmask, first, starts, before).fill(tree)
 
     def _room(self, rows: int) -> torch.Tensor:
@@ -125,12 +124,3 @@ class TreeGrammars:
             most = max(rows, 2 * (0 if self._bitmask is None else len(self._bitmask)))
             self._bitmask = backend.allocate_token_bitmask(most)
         return self._bitmask[:rows]
-
-
-def _rows_of_each(manager: Any) -> int | None:
-    """Return how many rows of a bitmask each request has for vLLM; None for as many as it needs.
-
-    Since 0.33 all requests have as many, and vLLM's workers refuse any other number.
-    """
-    fixed = "mask_stride" in type(manager).grammar_bitmask.__code__.co_varnames
-    return 1 + int(manager.vllm_config.num_speculative_tokens) if fixed else None

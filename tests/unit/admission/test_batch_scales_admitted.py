@@ -12,7 +12,7 @@ from vllm.model_executor.layers.quantization import fp8
 from vllm.model_executor.layers.quantization.online import fp8 as online
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTensorSym
 
-from dyntree_plugin.admission import batch_scales
+from dyntree_plugin.admission import versions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,7 +88,7 @@ def test_a_variable_gives_rows_their_own_scales_in_newer_versions(
 ) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     refusal_of(_of(admitted, DYNAMIC))
-    monkeypatch.setattr(batch_scales, "installed_vllm", lambda: ("vllm", "0.33.0"))
+    monkeypatch.setattr(versions, "installed_vllm", lambda: ("vllm", "0.33.0"))
     admit(_of(admitted, DYNAMIC))
     monkeypatch.delenv("VLLM_BATCH_INVARIANT")
     refusal_of(_of(admitted, DYNAMIC))
