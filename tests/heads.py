@@ -17,15 +17,18 @@ from dyntree_plugin import pair
 DRAFT_VOCABULARY = 512
 
 
-def random_head(folder: Path, seed: int = 0, **config: Any) -> Path:
+def random_head(folder: Path, seed: int = 0, attends: float = 1.0, **config: Any) -> Path:
     """Write a head of random weights over a part of the vocabulary; return its folder.
 
-    The target accepts hardly any of its tokens. It has a hidden state for masks.
+    The target accepts hardly any of its tokens. It has a hidden state for masks. ``attends``: by
+    how much its tokens depend more on where and to what its attention goes.
     """
     target = target_config()
     hidden, vocabulary = target["hidden_size"], target["vocab_size"]
     generator = torch.Generator().manual_seed(seed)
     weights = layer_weights(target, lambda *shape: 0.05 * torch.randn(*shape, generator=generator))
+    for name in "qko":
+        weights[f"midlayer.self_attn.{name}_proj.weight"] *= attends
     weights["fc.weight"] = 0.05 * torch.randn(hidden, 3 * hidden, generator=generator)
     weights["norm.weight"] = torch.ones(hidden)
     weights["lm_head.weight"] = 0.2 * torch.randn(DRAFT_VOCABULARY, hidden, generator=generator)

@@ -1,5 +1,5 @@
-"""An engine with several drafts that notes what each of them says. It runs as a program, as
-engine_process.py does."""
+"""An engine with several drafts, or vLLM's chain of a head, that notes what each of them says. It
+runs as a program, as engine_process.py does."""
 
 from __future__ import annotations
 
@@ -74,7 +74,33 @@ def note_drafts(states: Any, source: Any) -> Notes:
     return notes
 
 
+def note_chain(states: Any, speculator: Any) -> Notes:
+    """Note what the head of vLLM's own chain says, unless a step ends within a prompt."""
+    notes, logits = Notes(states), list[torch.Tensor]()
+    stock_propose, stock_logits = speculator.propose, speculator.model.compute_logits
+
+    def compute_logits(*given: Any) -> torch.Tensor:
+        logits.append(stock_logits(*given))
+        return logits[-1].clone()
+
+    def propose(batch: Any, *given: Any, **named: Any) -> torch.Tensor:
+        logits.clear()
+        drafts: torch.Tensor = stock_propose(batch, *given, **named)
+        num_sampled, num_rejected, last_sampled = given[4:7]
+        for row, slot in enumerate(batch.idx_mapping.tolist()):
+            if num_sampled[row] > 0:
+                length = int(batch.seq_lens[row] - num_rejected[row])
+                text = [*states.all_token_ids.gpu[slot, :length].tolist(), int(last_sampled[slot])]
+                path = drafts[row].tolist()
+                notes.found += [(text, path[:n], [each[row]]) for n, each in enumerate(logits)]
+        return drafts
+
+    speculator.propose, speculator.model.compute_logits = propose, compute_logits
+    return notes
+
+
 def main(job_path: str, results_path: str) -> None:
+    from engine_process import read_metrics
     from vllm import LLM, SamplingParams
 
     job = json.loads(Path(job_path).read_text())["engine"]
@@ -86,10 +112,15 @@ def main(job_path: str, results_path: str) -> None:
         # Prompts are read in several chunks.
         max_num_batched_tokens=64,
         kv_cache_memory_bytes=64 << 20,
+        disable_log_stats=False,
         **job["arguments"],
     )
     runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
-    notes = note_drafts(runner.req_states, runner.speculator.drafter.stages._source)
+    drafter = getattr(runner.speculator, "drafter", None)
+    if drafter is None:
+        notes = note_chain(runner.req_states, runner.speculator)
+    else:
+        notes = note_drafts(runner.req_states, drafter.stages._source)
     own = {"max_tokens": TOKENS} | job.get("params", {})
     params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **own)
     prompts = [{"prompt_token_ids": tokens} for tokens in job["prompts"]]
@@ -99,6 +130,8 @@ def main(job_path: str, results_path: str) -> None:
         "groups": [group.layer_names for group in runner.kv_cache_config.kv_cache_groups],
         "drafts": sorted(runner.speculator.draft_attn_layer_names),
         "texts": [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs],
+        "cached": sum(o.num_cached_tokens for o in outputs),
+        "preemptions": read_metrics()["vllm:num_preemptions_total"],
     }
     Path(results_path).write_text(json.dumps(found))
 

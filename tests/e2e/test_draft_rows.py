@@ -35,13 +35,14 @@ but its last token."""
 class Source:
     """Arguments of an engine, and what each of its drafts says ``alone``.
 
-    ``params`` are those of the requests, whose prompts have ``keep`` tokens.
+    ``params`` are those of the requests, whose prompts have ``keep`` tokens and come ``times``.
     """
 
     arguments: dict[str, Any]
     alone: list[Alone]
     params: dict[str, Any] = field(default_factory=dict)
     keep: int | None = None
+    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Spoken:
     groups: list[list[str]]
     drafts: list[str]
     texts: list[list[int]]
+    cached: int
+    preemptions: float
     notes: list[pooled.Note]
 
     def apart(self, notes: Iterable[pooled.Note], number: int = 0, **changes: Any) -> torch.Tensor:
@@ -83,6 +86,15 @@ def _head(make: Callable[[Path], Path], method: str, folder: Path) -> Source:
     head = make(folder / "head")
     alone: list[Alone] = [heads.PlainHead(head).logits] if method == "eagle3" else []
     return Source(workload.with_head(head, method, budget="fixed"), alone)
+
+
+def _chain(folder: Path) -> Source:
+    """vLLM's own chain, with memory for two of its requests. They are asked again."""
+    head = heads.random_head(folder, attends=4.0)
+    speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 4}
+    tight = {"block_size": 32, "num_gpu_blocks_override": 12}
+    arguments = workload.without_tree(speculative_config=speculation, **tight)
+    return Source(arguments, [heads.PlainHead(head).logits], {"max_tokens": 60}, keep=90, times=2)
 
 
 def _block(kind: str, folder: Path) -> Source:
@@ -134,9 +146,10 @@ SOURCES: dict[str, Callable[[Path], Source]] = {
     "EAGLE's first mirror": partial(_head, heads.first_eagle_mirror, "eagle"),
     "MTP mirror": partial(_head, heads.mtp_mirror, "mtp"),
     "Gemma-4's module": _gemma4,
+    "vLLM's chain": _chain,
     **{kind: partial(_block, kind) for kind in PLAIN},
 }
-SLOW = {"mirror", "EAGLE's first mirror", *blocks.KINDS[1:], "P-EAGLE"}
+SLOW = {"mirror", "vLLM's chain", "EAGLE's first mirror", *blocks.KINDS[1:], "P-EAGLE"}
 ALONE = [name for name in SOURCES if name not in ("EAGLE's first mirror", "MTP mirror")]
 Served = Callable[[str], Spoken]
 
@@ -150,9 +163,10 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Served:
         folder = tmp_path_factory.mktemp("drafts")
         source = SOURCES[name](folder)
         encode = AutoTokenizer.from_pretrained(pair.paths()["target"]).encode
+        prompts = [encode(text)[: source.keep] for text in pair.held_out_prompts(4, seed=2)]
         job: dict[str, Any] = {
             "arguments": source.arguments,
-            "prompts": [encode(text)[: source.keep] for text in pair.held_out_prompts(4, seed=2)],
+            "prompts": [each for each in prompts for _ in range(source.times)],
             "notes": str(folder / "notes"),
             "params": source.params,
         }
@@ -183,6 +197,23 @@ def test_every_row_says_what_the_draft_says_alone(name: str, spoken: Served) -> 
     if len(own.source.alone) > 1:
         others = [(text, path, logits[1:] + logits[:1]) for text, path, logits in notes]
         assert float(own.apart(others).mean()) > 0.1
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_vllms_chain_reads_the_prefix_cache_and_goes_on_after_preemption(spoken: Served) -> None:
+    """Its rows are right, as above, and its tokens the target's. Controls: without a block of the
+    text the head says something else, and the target another token."""
+    own, target = spoken("vLLM's chain"), models.load(pair.paths()["target"])
+    assert min(own.cached, own.preemptions) > 0
+    notes = [(text[32:], *rest) for text, *rest in own.notes[::23]]
+    assert float(own.apart(notes).min()) > 1e-2
+    for text in own.texts:
+        said, without = (
+            target(input_ids=torch.tensor([text[lost:]])).logits[0, 89 - lost : -1].argmax(dim=1)
+            for lost in (0, 32)
+        )
+        assert said.tolist() == text[90:] != without.tolist()
 
 
 @pytest.mark.parametrize(
