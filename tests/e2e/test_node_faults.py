@@ -121,15 +121,30 @@ def has_ended(process: psutil.Popen) -> bool:
     return process.poll() is not None
 
 
-def test_if_the_second_node_dies_the_server_ends(
-    tmp_path: Path, tell: Callable[[str], None]
+def kill_engine(server: Served) -> None:
+    """Kill the process of the server's node that schedules."""
+    processes = session_of(server.process.pid)
+    (engine,) = (p for p in processes if " ".join(p.cmdline()).startswith("VLLM::EngineCore"))
+    engine.kill()
+
+
+@pytest.mark.parametrize("killed", ["the second node", "the engine of the first"])
+def test_if_a_node_or_its_engine_dies_the_server_ends(
+    killed: str, tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
+    """Control: if nothing is killed, the answer ends with no error."""
     with (
         LINKS["loopback"]() as nodes,
         on_two_nodes(nodes, tmp_path / "nodes", workload.tree()) as (server, second),
     ):
-        seconds = seconds_to_end(server, partial(kill_session, second.pid), all_have_ended)
-    tell(f"the second node dies: the server ended after {seconds:.1f} s")
+        with pytest.raises(AssertionError, match="length"):
+            seconds_to_end(server, lambda: None, all_have_ended)
+        kill = {
+            "the second node": partial(kill_session, second.pid),
+            "the engine of the first": partial(kill_engine, server),
+        }
+        seconds = seconds_to_end(server, kill[killed], all_have_ended)
+    tell(f"{killed} dies: the server ended after {seconds:.1f} s")
 
 
 def test_if_the_nodes_are_parted_the_server_ends_after_vllms_timeout(
