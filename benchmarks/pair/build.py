@@ -18,8 +18,6 @@ from benchmarks.pair import evaluate, models, train
 from benchmarks.pair.corpus import is_test, training_sources
 from dyntree_plugin.pair import corpus, provenance
 
-EVALUATION_PROMPTS = 48
-
 
 def build(
     output: Path,
@@ -27,7 +25,6 @@ def build(
     *,
     root: Path | None = None,
     checkpoints: Path | None = None,
-    prompts: int = EVALUATION_PROMPTS,
 ) -> dict[str, Any]:
     """Train a pair into `output`/target and `output`/draft; returns what provenance.json says.
 
@@ -52,17 +49,12 @@ def build(
     trained = train.distil_draft(target, tokens, written, recipe, checkpoint("draft"))
     models.save(trained, tokenizer, output / "draft")
     draft = models.load(output / "draft")
-
-    agreement = evaluate.agreement(
-        target, draft, tokenizer, corpus.held_out_prompts(prompts, root=root)
-    )
     said = {
         "corpus": describe(sources, tokens, root),
         "held_out": list(corpus.HELD_OUT),
         "recipe": asdict(recipe),
         "target": measure(target, tokenizer, root),
         "draft": measure(draft, tokenizer, root),
-        "agreement_on_held_out_prompts": asdict(agreement) | {"prompts": prompts},
         "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")},
         "threads": torch.get_num_threads(),
         "wall_minutes": round((time.monotonic() - started) / 60, 1),
@@ -77,19 +69,16 @@ def add_draft(
     name: str,
     text: train.Recipe,
     make: Callable[..., Any],
-    judge: Callable[..., Any],
     said: dict[str, Any],
     *,
     root: Path | None = None,
     checkpoints: Path | None = None,
-    prompts: int = EVALUATION_PROMPTS,
 ) -> dict[str, Any]:
     """Make a draft `name` for `pair`/target, and add it to the pair's provenance.json.
 
     `make` trains, stores and loads the draft; it takes the target, the tokens, the rows that the
-    target has written, and the file of the checkpoint. `judge` is as `evaluate.head_agreement`.
-    `said` is the recipe in the new entry of provenance.json, which is returned. `root` and
-    `checkpoints` are those of `build`.
+    target has written, and the file of the checkpoint. `said` is the recipe in the new entry of
+    provenance.json, which is returned. `root` and `checkpoints` are those of `build`.
 
     Raises:
         ValueError: if `text` asks for tests and the library has none.
@@ -110,7 +99,6 @@ def add_draft(
         checkpoint = checkpoints / f"{name}.ckpt"
     written = train.write_rows(target, tokens, text)
     draft = make(target, tokens, written, checkpoint)
-    agreement = judge(target, draft, tokenizer, corpus.held_out_prompts(prompts, root=root))
     entry = {
         "corpus": describe(sources, tokens, root),
         "recipe": said,
@@ -119,7 +107,6 @@ def add_draft(
             if isinstance(draft, LlamaForCausalLM)
             else {"parameters": models.parameter_count(draft)}
         ),
-        "agreement_on_held_out_prompts": asdict(agreement) | {"prompts": prompts},
         "threads": torch.get_num_threads(),
         "wall_minutes": round((time.monotonic() - started) / 60, 1),
         "command": "python -m benchmarks.pair",

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.pair import evaluate, models, train
+from benchmarks.pair import models, train
 from benchmarks.pair.build import add_draft, of_text
 
 NAME = "second_draft"
@@ -29,4 +29,4 @@ def add_second_draft(pair: Path, recipe: train.Recipe, **where: Any) -> dict[str
         return models.load(pair / NAME)
 
     said = of_text(recipe, "draft", "draft_schedule")
-    return add_draft(pair, NAME, recipe, make, evaluate.agreement, said, **where)
+    return add_draft(pair, NAME, recipe, make, said, **where)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import kl_div, log_softmax
 from transformers import LlamaForCausalLM
 
-from benchmarks.pair import evaluate, train
+from benchmarks.pair import train
 from benchmarks.pair.block import Block, block_config, load_block, new_block, save_block
 from benchmarks.pair.build import add_draft, of_text
 from benchmarks.pair.models import rounded
@@ -52,7 +52,7 @@ def add_block(pair: Path, recipe: BlockRecipe, **where: Any) -> dict[str, Any]:
         return load_block(pair / NAME, target.get_input_embeddings().weight)
 
     said = asdict(recipe) | {"text": of_text(recipe.text)}
-    return add_draft(pair, NAME, recipe.text, make, evaluate.block_agreement, said, **where)
+    return add_draft(pair, NAME, recipe.text, make, said, **where)
 
 
 def train_block(

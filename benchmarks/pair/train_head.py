@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import log_softmax
 from transformers import LlamaForCausalLM
 
-from benchmarks.pair import evaluate, train
+from benchmarks.pair import train
 from benchmarks.pair.build import add_draft, of_text
 from benchmarks.pair.models import rounded
 from dyntree_plugin.pair.models import Shape, in_dtype
@@ -60,7 +60,7 @@ def add_head(pair: Path, recipe: HeadRecipe, **where: Any) -> dict[str, Any]:
         return load_head(pair / NAME)
 
     said = asdict(recipe) | {"text": of_text(recipe.text)}
-    return add_draft(pair, NAME, recipe.text, make, evaluate.head_agreement, said, **where)
+    return add_draft(pair, NAME, recipe.text, make, said, **where)
 
 
 def train_head(
