@@ -1,4 +1,5 @@
-"""Kernels for allowed tokens, logit bias, minimum length, bad words and grammar bitmasks."""
+"""Kernels for what requests ask of their tokens: allowed tokens, logit bias, minimum length, bad
+words, grammars, penalties, and thinking budgets, within which a request must end its reasoning."""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
 
@@ -10,7 +11,13 @@ import numpy as np
 import torch
 
 from dyntree_kernels.cpu.compiled import compiled
-from dyntree_kernels.cpu.parameters import is_suffix
+from dyntree_kernels.cpu.parameters import (
+    FORCED_LOGIT,
+    forced_token,
+    is_suffix,
+    last_match,
+    penalize_row,
+)
 from vllm_cpu_runner.arrays import numpys
 from vllm_cpu_runner.registry import implements
 
@@ -103,3 +110,96 @@ def apply_grammar_bitmask(
 ) -> None:  # fmt: skip
     rows, masked = _bit_rows(logits)
     _mask_grammar(rows, *numpys(logits_indices, cu_num_logits, bitmask), MASK_STRIDE, masked)
+
+
+@implements("sample.penalties._penalties_kernel", "vocab_size")
+@compiled
+def penalties(
+    logits, expanded_idx_mapping, token_ids, expanded_local_pos, repetition_penalty,
+    frequency_penalty, presence_penalty, prompt_bin_mask, output_bin_counts,
+):  # fmt: skip
+    one, zero = np.float32(1), np.float32(0)
+    for row in range(logits.shape[0]):
+        request = expanded_idx_mapping[row]
+        rep, freq = repetition_penalty[request], frequency_penalty[request]
+        pres = presence_penalty[request]
+        if rep == one and freq == zero and pres == zero:
+            continue
+        # The request's drafts up to this row count as output. Its root is token_ids[row - local].
+        drafts = token_ids[row - expanded_local_pos[row] + 1 : row + 1]
+        counts, seen = output_bin_counts[request], prompt_bin_mask[request]
+        penalize_row(logits[row], counts, drafts, seen, rep, freq, pres)
+
+
+@implements("sample.penalties._bincount_kernel")
+@compiled
+def bincount(
+    expanded_idx_mapping, all_token_ids, prompt_len, prefill_len, prompt_bin_mask,
+    output_bin_counts,
+):  # fmt: skip
+    seen = prompt_bin_mask.view(np.uint32)
+    for request in expanded_idx_mapping:
+        for i in range(prompt_len[request]):
+            token = all_token_ids[request, i]
+            seen[request, token >> 5] |= np.uint32(1) << np.uint32(token & 31)
+        for i in range(prompt_len[request], prefill_len[request]):
+            output_bin_counts[request, all_token_ids[request, i]] += 1
+
+
+@implements(
+    "sample.thinking_budget._update_committed_marker_cache_kernel",
+    "START_LEN NATURAL_END_LEN MAX_LEN",
+)
+@compiled
+def update_committed_marker_cache(
+    req_ids, thinking_token_budget, all_token_ids, total_len, cached_last_start, cached_last_end,
+    cached_scan_pos, reasoning_start_token_ids, natural_reasoning_end_token_ids, BLOCK,
+):  # fmt: skip
+    begin, finish = reasoning_start_token_ids, natural_reasoning_end_token_ids
+    for request in req_ids:
+        if thinking_token_budget[request] < 0:
+            continue
+        total, scan = total_len[request], cached_scan_pos[request]
+        tokens = all_token_ids[request, :total]
+        start, end = cached_last_start[request], cached_last_end[request]
+        if scan > total:
+            scan, start, end = 0, -1, -1
+        if scan == 0 and start < 0 and end < 0:
+            # Only the order of the two markers matters, so stop at the last block that has either.
+            high = total
+            while high > 0 and start < 0 and end < 0:
+                low = max(0, high - BLOCK)
+                start = last_match(tokens, begin, low, high)
+                end = last_match(tokens, finish, low, high)
+                high = low
+        else:
+            start = max(start, last_match(tokens, begin, scan, total))
+            end = max(end, last_match(tokens, finish, scan, total))
+        cached_last_start[request], cached_last_end[request] = start, end
+        longest = max(begin.shape[0], finish.shape[0])
+        cached_scan_pos[request] = max(0, total - (longest - 1))
+
+
+@implements("sample.thinking_budget._thinking_budget_kernel", "START_LEN NATURAL_END_LEN END_LEN")
+@compiled
+def thinking_budget(
+    logits, expanded_idx_mapping, thinking_token_budget, all_token_ids, total_len, input_ids,
+    expanded_local_pos, cached_last_start, cached_last_end, reasoning_start_token_ids,
+    natural_reasoning_end_token_ids, reasoning_end_token_ids,
+):  # fmt: skip
+    for row in range(logits.shape[0]):
+        request, local = expanded_idx_mapping[row], expanded_local_pos[row]
+        if thinking_token_budget[request] < 0:
+            continue
+        total = total_len[request]
+        # A request's first row is that of its last committed token; rows of its drafts follow.
+        drafts = input_ids[row - local + 1 : row + 1]
+        tokens = np.concatenate((all_token_ids[request, :total], drafts))
+        token = forced_token(
+            tokens, total, thinking_token_budget[request], cached_last_start[request],
+            cached_last_end[request], reasoning_start_token_ids, natural_reasoning_end_token_ids,
+            reasoning_end_token_ids,
+        )  # fmt: skip
+        # A tokenizer may know tokens that the model lacks; vLLM's kernel writes beyond the row.
+        if 0 <= token < logits.shape[1]:
+            logits[row, token] = FORCED_LOGIT

@@ -16,14 +16,10 @@ _MODULES = (
     "constraints",
     "drafting",
     "inputs",
-    "logprobs",
-    "penalties",
     "recurrent",
     "rejection",
     "rejection_stats",
     "sampling",
-    "target_dependent",
-    "thinking",
 )
 
 

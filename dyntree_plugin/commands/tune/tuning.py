@@ -7,12 +7,13 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from dyntree_plugin.commands.engine import text_config_of
-from dyntree_plugin.commands.tune import check, drafts, heads, learn, models, picture, screen
+from dyntree_plugin.commands.tune import check, drafts, heads, learn, models, screen
 from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
 from dyntree_plugin.commands.tune.write import parts, write
@@ -75,7 +76,7 @@ class Tuning:
         fitted = learn.fitted if self.settings.head is None else heads.fitted
         with screen.stage(self.console, "fit", steps) as update:
             fitted(lessons, self.settings, self.machine, update)
-        picture.draw(learn.read_curve(self.folder.losses), self.folder.curve)
+        _draw(learn.read_curve(self.folder.losses), self.folder.curve)
 
     def _check(self) -> bool:
         began = self.settings.draft
@@ -119,3 +120,22 @@ class Tuning:
             f"dyntree serve {self.settings.target} --speculative-config "
             f"'{json.dumps(speculation)}' --dyntree '{{}}'"
         )
+
+
+def _draw(curve: Mapping[int, tuple[float | None, float]], file: Path) -> None:
+    """Write a picture of the losses by step: the mean since the step before, and that of held-out
+    texts."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axis = figure.subplots()
+    steps = sorted(curve)
+    axis.plot(steps, [curve[step][1] for step in steps], label="held out")
+    learned = [(step, value) for step in steps if (value := curve[step][0]) is not None]
+    if learned:
+        axis.plot(*zip(*learned, strict=True), ":", color="C0", label="learned")
+    axis.set_xlabel("training steps")
+    axis.set_ylabel("loss, nats per token")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")
+    figure.savefig(file, dpi=150)
