@@ -28,6 +28,13 @@ def test_a_part_that_there_is_not_is_refused_with_those_there_are(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+def test_a_part_ends_within_a_call_of_10_minutes() -> None:
+    for script in ("gpu_e2e.sh", "gpu_kernels.sh"):
+        limits = re.findall(r"LIMIT:-(\d+)", (SCRIPTS / script).read_text("utf-8"))
+        assert limits
+        assert max(map(int, limits)) <= 540
+
+
 def test_measured_trees_fill_tiles_with_their_roots() -> None:
     text = (SCRIPTS / "gpu_e2e.sh").read_text("utf-8")
     known = {int(nodes) for nodes in re.findall(r"\[(\d+)\]=\d", text)}
