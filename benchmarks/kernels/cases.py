@@ -192,34 +192,6 @@ def xqa(b: Batch) -> Runner:
     return Runner(launch)
 
 
-def flashinfer_dense_mask(b: Batch) -> Runner:
-    """FlashInfer's own custom_mask of rows × (context + rows), rebuilt every step."""
-    _, attention = _flashinfer()
-    processors = torch.cuda.get_device_properties(b.q.device).multi_processor_count
-    size = attention.workspace_bytes(HEADS, KV_HEADS, HEAD_SIZE, processors)
-    workspace = torch.empty(size, dtype=torch.uint8, device=b.q.device)
-    wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(
-        workspace, "NHD", backend="fa2"
-    )
-    blocks, length = b.table.shape[1], b.context + b.rows
-    indptr = torch.tensor([0, blocks], dtype=torch.int32)
-    last = torch.tensor([(length - 1) % BLOCK_SIZE + 1], dtype=torch.int32)
-
-    def plan() -> None:
-        mask = torch.nn.functional.pad(unpack_bits(b.bits, b.rows), (b.context, 0), value=True)
-        wrapper.plan(
-            b.qo_indptr.cpu(), indptr, b.table[0], last, HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE,
-            custom_mask=mask.flatten(), sm_scale=SCALE, q_data_type=DTYPE,
-        )  # fmt: skip
-
-    def launch(layer: int) -> None:
-        keys, values = b.caches[layer].transpose(1, 2).chunk(2, 3)
-        wrapper.run(b.q, (keys, values), out=b.out)
-
-    plan()
-    return Runner(launch, plan)
-
-
 def cascade(b: Batch, module: str) -> Runner:
     """FlashAttention 3 over the context, and the tree after it; layer 0 prepares both."""
     attention = Cascade(_with_flash_attention(module), 3)

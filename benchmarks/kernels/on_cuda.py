@@ -61,7 +61,6 @@ class Benchmark:
             "xqa": cases.xqa,
             "triton unmasked": cases.triton_unmasked,
             "flashinfer unmasked": lambda b: cases.flashinfer(b, masked=False),
-            "flashinfer custom_mask": cases.flashinfer_dense_mask,
             "xformers": cases.xformers,
         }
 
