@@ -97,7 +97,7 @@ def run_afresh(
             env={**environment, "PYTHONPATH": _path(environment)},
             stdout=stream,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,  # A GPU machine ends what a call leaves in its session.
         )
     try:
         return process.wait(seconds)
