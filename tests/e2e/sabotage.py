@@ -224,6 +224,20 @@ def always_accepted(runner: Any) -> Iterator[None]:
 
 
 @contextmanager
+def forgotten(runner: Any) -> Iterator[None]:
+    """Verify the drafts of vLLM's chain as if it had found every token equally likely."""
+    stock = runner.speculator.propose
+
+    def propose(*given: Any, **named: Any) -> Any:
+        found = stock(*given, **named)
+        runner.speculator.draft_logits.zero_()
+        return found
+
+    with mock.patch.object(runner.speculator, "propose", propose):
+        yield
+
+
+@contextmanager
 def learns_nothing(runner: Any) -> Iterator[None]:
     """Switch learning off, so that nodes keep the draft's values."""
     with mock.patch.object(runner.ops, "learn"):

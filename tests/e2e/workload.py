@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from typing import Any
 
 import sabotage
@@ -34,6 +35,8 @@ from steady_costs import STEADY_COSTS
 
 from dyntree_plugin import pair
 from dyntree_plugin.engine.configuration import PLAIN_WORKER
+
+EAGLE3 = str(pair.paths()["eagle3"])
 
 EVERYTHING = [
     *(request for requests in FEATURES.values() for request in requests),
@@ -188,9 +191,19 @@ MANY = {"max_num_seqs": 64, "kv_cache_memory_bytes": 256 << 20}
 """Fewer steps for the engine without trees: its tokens do not depend on the batch."""
 TIGHT = {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24}
 """Prompts come in chunks, and requests are preempted."""
+
+
+def fitted(layers: int) -> dict[str, int]:
+    """Return arguments as TIGHT, with which vLLM fits a context of MAX_MODEL_LEN tokens to memory
+    for keys and values of so many layers of the embedded models, and for the null block of 32."""
+    memory = (MAX_MODEL_LEN + 32) * layers * 1024
+    return {"max_num_batched_tokens": 80, "max_model_len": -1, "kv_cache_memory_bytes": memory}
+
+
 _DEMANDING = {
     "demanding": Run(DEMANDING),
     "long prompts": Run(LONG_PROMPTS),
+    "max_model_len": TREE_RUNS["max_model_len"],
     "sample": SAMPLE,
     "from people": TREE_RUNS["from people"],
 }
@@ -247,18 +260,13 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
 }  # fmt: skip
 """Arguments and runs of the engines with trees. In a twin the target is its own draft."""
 
+_OF_SOURCES = {"acceptance": ACCEPTANCE, "sample": SAMPLE} | {
+    name: TREE_RUNS[name] for name in ("cold", "warm", "continued", "max_model_len")
+}
 LOOK_UP: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "look-up": (
         without_draft(budget="fixed"),
-        {
-            "acceptance": ACCEPTANCE,
-            "sample": SAMPLE,
-            "cold": TREE_RUNS["cold"],
-            "warm": TREE_RUNS["warm"],
-            "continued": CONTINUED,
-            "max_model_len": TREE_RUNS["max_model_len"],
-            "guesses": FIXED_RUNS["guesses"],
-        },
+        _OF_SOURCES | {"guesses": FIXED_RUNS["guesses"]},
     ),
     "adaptive look-up": (
         without_draft(method="ngram_gpu"),
@@ -266,7 +274,7 @@ LOOK_UP: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
         | structures.FEW
         | {"sample": SAMPLE},
     ),
-    "tight look-up": (without_draft(10, budget="fixed", max_depth=6) | TIGHT, _DEMANDING),
+    "tight look-up": (without_draft(10, budget="fixed", max_depth=6) | fitted(6), _DEMANDING),
 }
 """Engines without a draft model. Look-up beside a draft is in every engine that allows it."""
 
@@ -305,40 +313,27 @@ GROWTHS: dict[str, dict[str, Any]] = {
 }
 """Growths other than topk, with the options that they need."""
 OF_GROWTHS = {
-    f"head, {growth}": (
-        with_head(pair.paths()["eagle3"], growth=growth, **own),
-        {"greedy": GREEDY_SAMPLE},
-    )
+    f"head, {growth}": (with_head(EAGLE3, growth=growth, **own), {"greedy": GREEDY_SAMPLE})
     for growth, own in GROWTHS.items()
 }
 
 HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "head": (
-        with_head(pair.paths()["eagle3"], budget="fixed"),
-        {
-            "acceptance": ACCEPTANCE,
-            "sample": SAMPLE,
-            "cold": TREE_RUNS["cold"],
-            "warm": TREE_RUNS["warm"],
-            "continued": CONTINUED,
-            "max_model_len": TREE_RUNS["max_model_len"],
-            **{
-                name: Run(each_kind(range(32), max_tokens=24), sabotage=name)
-                for name in sabotage.OF_HEADS
-            },
-            "after the sabotage": FIXED_RUNS["after the sabotage"],
-        },
+        with_head(EAGLE3, budget="fixed"),
+        _OF_SOURCES
+        | {n: Run(each_kind(range(32), max_tokens=24), sabotage=n) for n in sabotage.OF_HEADS}
+        | {"after the sabotage": FIXED_RUNS["after the sabotage"]},
     ),
     "head alone": (
-        with_head(pair.paths()["eagle3"], budget="fixed", lookup="off"),
+        with_head(EAGLE3, budget="fixed", lookup="off"),
         OF_KINDS | {"acceptance": ACCEPTANCE, "from people": TREE_RUNS["from people"]} | LIMITED,
     ),
     "adaptive head": (
-        with_head(pair.paths()["eagle3"], lookup="off"),
+        with_head(EAGLE3, lookup="off"),
         {"acceptance": ACCEPTANCE, "batches of 4": TREE_RUNS["batches of 4"]},
     ),
     "tight head": (
-        with_head(pair.paths()["eagle3"], nodes=10, budget="fixed", width=3, max_depth=4) | TIGHT,
+        with_head(EAGLE3, nodes=10, budget="fixed", width=3, max_depth=4) | fitted(7),
         _DEMANDING,
     ),
     **OF_GROWTHS,
@@ -349,22 +344,27 @@ SAME_TOKENS = {**ENGINES, **LOOK_UP, **POOLS, **HEADS}
 """Engines whose tokens are those without trees."""
 
 _NOT_AGAIN = {name: run for name, run in DRAWN_RUNS.items() if name != "again"}
-_OF_VLLM = with_options(8)
-_OF_VLLM["speculative_config"]["draft_sample_method"] = "probabilistic"
+_OF_VLLM = {"draft_sample_method": "probabilistic"}
+_CHAINS = with_options(8)
+_CHAINS["speculative_config"] |= _OF_VLLM
+_CHAIN = with_head(EAGLE3, nodes=3)["speculative_config"] | _OF_VLLM
+_FORGOTTEN = replace(LAW, sabotage="forgotten")
+_OF_CHAIN = {"greedy": GREEDY_SAMPLE, "law": LAW, "always_accepted": _FORGOTTEN}
 DRAWN: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "dyspec": (tree(growth="dyspec"), DRAWN_RUNS),
     "expansion": (tree(growth="expansion", expansion=[2, 2, 1]), DRAWN_RUNS),
     "block chains": (tree(8, exactness="distribution"), DRAWN_RUNS),
     "drawn trees": (tree(32, exactness="distribution", calibration="off"), DRAWN_RUNS),
-    "adaptive block chains": (_OF_VLLM, _NOT_AGAIN),
+    "adaptive block chains": (_CHAINS, _NOT_AGAIN),
     "adaptive drawn trees": (with_options(32, exactness="distribution"), _NOT_AGAIN),
+    "vLLM's chain": (without_tree(speculative_config=_CHAIN), _OF_CHAIN),
 }
 """Output has the target's distribution, but other tokens."""
 
 SLOW_ENGINES = {
     *("every prompt", "draft alone", "uncoupled", "chain", "wide", "tight twin"),
     *("adaptive look-up", "tight look-up"),
-    *("pool", "merged"),
+    *("pool", "merged", "vLLM's chain"),
     *("head alone", "adaptive head", "tight head", *OF_GROWTHS),
     *("dyspec", "expansion", "adaptive block chains", "drawn trees", "adaptive drawn trees"),
 }
