@@ -117,22 +117,6 @@ def null_block_of_nan(runner: Any) -> Iterator[None]:
     yield
 
 
-@contextmanager
-def draft_without_window(runner: Any) -> Iterator[None]:
-    """Let the draft see the whole context. Output must not change."""
-    from dyntree_plugin.engine.attention.features import WithFeatures
-
-    stock, of_draft = WithFeatures.features, runner.speculator.draft_attn_layer_names
-
-    def features(self: Any, layer: Any) -> Any:
-        found = stock(self, layer)
-        wrong = layer.layer_name in of_draft
-        return dataclasses.replace(found, window=None) if wrong else found
-
-    with mock.patch.object(WithFeatures, "features", features):
-        yield
-
-
 OF_WINDOWS = (wider_window, narrower_window, without_window, edge_by_row, edge_by_root)
 BROKEN = (
     *OF_WINDOWS,
@@ -140,5 +124,4 @@ BROKEN = (
     without_sinks,
     moved_twice,
     null_block_of_nan,
-    draft_without_window,
 )

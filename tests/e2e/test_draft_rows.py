@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -17,7 +18,7 @@ import workload
 from block_engines import PLAIN, block_engine
 from engine_process import answered
 from random_engines import FEW, NODES
-from random_targets import WINDOWED, gemma4_assistant, random_target
+from random_targets import WINDOWED, changed_copy, gemma4_assistant, random_target
 from slow import marked
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -82,6 +83,20 @@ def _pool(folder: Path) -> Source:
     return Source(arguments, [partial(_says, models.load(pair.paths()[name])) for name in DRAFTS])
 
 
+def _windowed(folder: Path) -> Source:
+    """A draft model with windows. It says something else where it sees the ``whole`` text."""
+    wide = pair.paths()["draft"]
+    layers = json.loads((wide / "config.json").read_text())["num_hidden_layers"]
+    windows = {"sliding_window": 32, "layer_types": ["sliding_attention"] * layers}
+    of_mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    draft = changed_copy(wide, folder / "draft", **of_mistral, **windows)
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    loaded = load(draft), load(wide)
+    arguments = workload.tree()
+    arguments["speculative_config"]["model"] = str(draft)
+    return Source(arguments, [lambda text, path, whole=0: _says(loaded[whole], text, path)])
+
+
 def _head(make: Callable[[Path], Path], method: str, folder: Path) -> Source:
     head = make(folder / "head")
     alone: list[Alone] = [heads.PlainHead(head).logits] if method == "eagle3" else []
@@ -141,6 +156,7 @@ class _Gemma4:
 
 SOURCES: dict[str, Callable[[Path], Source]] = {
     "pool": _pool,
+    "windowed draft": _windowed,
     "random head": partial(_head, heads.random_head, "eagle3"),
     "mirror": partial(_head, heads.mirror_head, "eagle3"),
     "EAGLE's first mirror": partial(_head, heads.first_eagle_mirror, "eagle"),
@@ -223,18 +239,19 @@ def test_vllms_chain_reads_the_prefix_cache_and_goes_on_after_preemption(spoken:
             *((of, wrong) for of in blocks.KINDS for wrong in ("deeper", "causal", "stale")),
             *((of, wrong) for of in ("PARD", "P-EAGLE") for wrong in ("deeper", "left")),
             ("Gemma-4's module", "advance"),
+            ("windowed draft", "whole"),
         ],
         SLOW,
     ),
 )
 def test_what_a_row_reads_is_seen(name: str, wrong: str, spoken: Served) -> None:
-    """Control: with the next position, with causal bits, without the context's last token, and with
-    a mask left in its place, the draft alone says something else."""
+    """Control: with the next position, with causal bits, without the context's last token, with a
+    mask left in its place, and without its windows the draft alone says something else."""
     own, deeper = spoken(name), [0] * (wrong == "deeper")
     notes = [(text, [*path, *deeper], logits) for text, path, logits in own.notes[::97]]
-    if wrong == "advance":  # It moves nodes alone.
+    if wrong in ("advance", "whole"):  # The first moves nodes alone.
         notes = [note for note in notes if note[1]]
-        assert float(own.apart(notes, advance=1).mean()) > 0.01
+        assert float(own.apart(notes, **{wrong: 1}).mean()) > 0.01
         return
     notes = [note for note in notes if len(note[1]) < blocks.LENGTH]
     changes = {} if deeper else {wrong: 1}
