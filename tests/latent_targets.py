@@ -77,10 +77,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "index_topk_pattern": "FSF",
         "index_share_for_mtp_iteration": True,
     },
+    "hy_v4": _SPARSE
+    | {
+        "n_group": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "indexer_types": ["full", "shared", "full"],
+        "layer_types": ["indexed_attention"] * 3,
+        "learnable_sink_init": 3.0,  # above most of the scores
+        "pad_token_id": None,
+    },
 }
 """Configurations by model types: a router with a softmax, one with a sigmoid and a bias, that with
-an indexer, and that with a layer that shares what the layer before it has selected, and with a
-module whose nodes share what their root has."""
+an indexer, that with a layer that shares what the layer before it has selected, and with a module
+whose nodes share what their root has, and one with sinks and hyper-connections."""
+
+
+_PUBLISHED = {
+    "hc_pre.hc_head.": "hc_head.",
+    "hc_pre.hc_attn_layer.": "hc_attn_layer.hc_pre.",
+    "hc_pre.hc_mlp_layer.": "hc_mlp_layer.hc_pre.",
+    "mlp.linear_gate": "mlp.gate_proj",
+    "shared_experts.linear_gate": "shared_experts.gate_proj",
+}
+"""Parts of names of Hy4's weights, by what transformers writes in their place."""
 
 
 def latent_target(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Path:
@@ -92,12 +111,13 @@ def latent_target(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Pat
     random_target(folder, kind, seed, shape)
     if not shape.get("num_nextn_predict_layers"):
         return folder
-    weights, size = load_file(folder / "model.safetensors"), shape["hidden_size"]
+    stored, size = load_file(folder / "model.safetensors"), shape["hidden_size"]
+    weights = {_published(name): weight for name, weight in stored.items()}
     last, module = (f"model.layers.{shape['num_hidden_layers'] + step}." for step in (-1, 0))
     own = {name: weights[name] for name in weights if name.startswith(last)}
     weights |= {name.replace(last, module): each.clone() for name, each in own.items()}
     weights[f"{module}eh_proj.weight"] = torch.randn(size, 2 * size) * size**-0.5
-    for name in ("enorm", "hnorm", "shared_head.norm"):
+    for name in ("enorm", "hnorm", "shared_head.norm", "final_layernorm"):
         weights[f"{module}{name}.weight"] = torch.ones(size)
     for name, shared in (
         ("embed_tokens", "model.embed_tokens"),
@@ -106,6 +126,12 @@ def latent_target(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Pat
         weights[f"{module}{name}.weight"] = weights[f"{shared}.weight"].clone()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def _published(name: str) -> str:
+    for written, read in _PUBLISHED.items():
+        name = name.replace(written, read)
+    return name
 
 
 def latent_head(folder: Path, target: Path, method: str = "eagle3") -> Path:

@@ -8,11 +8,12 @@ from dyntree_kernels.features import KV_CACHE_DTYPES
 from dyntree_plugin.admission.refusals import Refusal, index_topk, kv_cache_dtype
 from dyntree_plugin.admission.uncompared import Targets
 
-SPARSE_TARGETS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-"""Architectures with an indexer (DSA) that trees pass on CUDA; in vLLM both are one class."""
+SPARSE_TARGETS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM")
+"""Architectures with an indexer (DSA) that trees pass on CUDA; in vLLM the first two are one
+class."""
 
-_SPARSE_MODULE = "DeepseekV32MTPModel"
-"""vLLM's class of their module of multi-token prediction."""
+_SPARSE_MODULES = ("DeepseekV32MTPModel", "HYV4MTPModel")
+"""vLLM's classes of their modules of multi-token prediction."""
 
 _LATENT = Targets("use_mla", lambda m: m.use_mla)
 _SPARSE = Targets("index_topk", index_topk)
@@ -88,10 +89,10 @@ LATENT_DRAFT_REFUSALS = (
             (index_topk(s.target_model_config), index_topk(s.draft_model_config)),
             s.draft_model_config.architecture,
         ),
-        lambda found: any(found[0]) and found[1] != _SPARSE_MODULE,
-        "of drafts of targets with an indexer (DSA), and of drafts with one, the module of "
-        "DeepSeek-V3.2 and GLM-5 alone was compared; use that, method mtp, or look-up, method "
-        "ngram_gpu",
+        lambda found: any(found[0]) and found[1] not in _SPARSE_MODULES,
+        "of drafts of targets with an indexer (DSA), and of drafts with one, the modules of "
+        "DeepSeek-V3.2, GLM-5 and Hy4 alone were compared; use that, method mtp, or look-up, "
+        "method ngram_gpu",
     ),
     Refusal(
         "use_mla (target, draft)",

@@ -74,6 +74,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm_moe_dsa": ("look-up", SPARSE, {}),
     "glm_moe_dsa with a module": ("module", PACKED | {"attention_backend": BLACKWELLS}, {}),
     "glm_moe_dsa with a module in FP8": ("module", PACKED, {}),
+    "hy_v4": ("wide look-up", SPARSE, {}),
+    "hy_v4 with a module in FP8": ("module", PACKED, {}),
     "nemotron_h": ("look-up", WITHOUT_CACHE, {}),
     "nemotron_h, cached": ("look-up", CACHED, WITHOUT_CACHE),
     "lfm2": ("look-up", WITHOUT_CACHE, {}),
@@ -125,7 +127,9 @@ RUNS = {
     "assistant": Run(requests_with(max_tokens=24)),
     "mimo_v2_flash": Run(requests_with(max_tokens=24)),
     "qwen2_5_vl": Run(requests_with(max_tokens=32)),
-    "deepseek_v32": Run(requests_with(max_tokens=20, allowed_token_ids=[300, 301])),
+    **dict.fromkeys(
+        ("deepseek_v32", "hy_v4"), Run(requests_with(max_tokens=20, allowed_token_ids=[300, 301]))
+    ),
 }
 """By what drafts, or by the target. The draft is the target itself, which guesses tokens of the
 whole vocabulary; the accepted nodes of its trees have others between them."""
@@ -138,12 +142,14 @@ CONTROLS = {
     "deepseek_v2 in FP8": ("half_moves",),
     "deepseek_v32": ("wrong_ancestor_bit",),
     "deepseek_v32 in FP8": (),
-    "glm_moe_dsa": (),  # In so short a run no token depends on a single ancestor.
+    # In so short a run no token depends on a single ancestor.
+    **dict.fromkeys(("glm_moe_dsa", "hy_v4"), ()),
     # A random module is accepted as often where its rows select wrongly; check_sparse_layers.py and
     # test_selecting.py have the controls of that.
     "deepseek_v32 with a module": (),
     "glm_moe_dsa with a module": (),
     "glm_moe_dsa with a module in FP8": ("scales_not_moved",),
+    "hy_v4 with a module in FP8": ("scales_not_moved",),
     "deepseek_v3": (),  # The module of so small a target guesses too little for a control.
     "qwen2_5_vl": (*_MOVES, "rows_in_place_of_depths"),
     "gemma4_text": _MOVES,

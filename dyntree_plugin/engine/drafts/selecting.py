@@ -1,4 +1,4 @@
-"""A head of the target whose attention is sparse: the module of DeepSeek-V3.2 and GLM-5.
+"""A head of the target whose attention is sparse: the module of DeepSeek-V3.2, GLM-5 and Hy4.
 
 Its rows select positions with an indexer, as the target's do. In some checkpoints
 (``index_share_for_mtp_iteration``) only the rows of emitted tokens select: those of nodes attend to

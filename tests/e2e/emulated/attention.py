@@ -110,6 +110,14 @@ def _decode_latent(
         out[request] = scores @ keys[:, : out.shape[-1]]
 
 
+def in_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows [..., D] in groups of 128; return them and their scales, powers of two."""
+    groups = x.float().unflatten(-1, (-1, 128))
+    largest = groups.abs().amax(-1).clamp(min=1e-10)
+    scales = torch.exp2((largest / torch.finfo(FLOAT8).max).log2().ceil())
+    return (groups / scales[..., None]).flatten(-2).to(FLOAT8), scales
+
+
 def _cache_latent(
     kv_c: torch.Tensor,
     k_pe: torch.Tensor,
@@ -119,12 +127,16 @@ def _cache_latent(
     kv_cache_dtype: str,
     scale: torch.Tensor,
 ) -> None:
-    """Write rows [T, R] and [T, D] to a cache [blocks, N, R + D], which may be quantised. A slot of
-    -1 is not written."""
+    """Write rows [T, R] and [T, D] to a cache [blocks, N, R + D], which may be quantised, or packed
+    [blocks, N, bytes]. A slot of -1 is not written."""
     rows = (slots >= 0).nonzero().flatten()
     at = slots[rows]
     latents = torch.cat([kv_c, k_pe], dim=-1)[rows]
-    if cache.dtype == torch.uint8:
+    if kv_cache_dtype == "fp8_ds_mla":
+        values, scales = in_float8(kv_c[rows])
+        parts = values, scales, k_pe[rows].bfloat16()
+        latents = torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
+    elif cache.dtype == torch.uint8:
         latents = (latents / scale).to(FLOAT8).view(torch.uint8)
     cache[at // cache.shape[1], at % cache.shape[1]] = latents
 

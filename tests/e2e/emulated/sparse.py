@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 from unittest.mock import MagicMock
 
 import torch
 
-from emulated.attention import FLOAT8
+from emulated.attention import FLOAT8, in_float8
 from emulated.device import PROCESSORS, recorded
 
 _SCALE_BYTES = 4
@@ -95,6 +96,19 @@ def _gather_index_keys(
         scales[first:last] = of_values[:, None].view(torch.uint8)
 
 
+def _cache_index_keys(
+    keys: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *_: Any
+) -> None:
+    """Write keys [T, D] to an indexer's cache; a slot of -1 is not written."""
+    blocks, page, width = cache.shape
+    memory, end = cache.view(blocks, page * width), page * (width - _SCALE_BYTES)
+    rows = (slots >= 0).nonzero().flatten()
+    at = slots[rows] // page, slots[rows] % page
+    values, scales = in_float8(keys[rows])
+    memory[:, :end].unflatten(1, (page, -1))[at] = values.view(torch.uint8)
+    memory[:, end:].unflatten(1, (page, -1))[at] = scales.view(torch.uint8)
+
+
 def _select(logits: torch.Tensor, selected: torch.Tensor, begin: int, end: int) -> None:
     """Select the best positions of a row, counted from ``begin``; all of a short one.
 
@@ -121,6 +135,17 @@ def _select_of_rows(
         _select(logits[row], selected[row], 0, length)
 
 
+def _weights(
+    q: torch.Tensor, vectors: torch.Tensor, scale: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the weights [H, N] of vectors [N, D] in the attention of queries [H, D]. ``sinks``
+    [H]: logits that no vector belongs to."""
+    logits = q.float() @ vectors.T * scale
+    if sinks is not None:
+        logits = torch.cat([logits, sinks[:, None]], dim=1)
+    return logits.softmax(-1)[:, : len(vectors)]
+
+
 def _attend(
     out: torch.Tensor,
     q: torch.Tensor,
@@ -128,6 +153,7 @@ def _attend(
     at: torch.Tensor,
     lengths: torch.Tensor | None,
     scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend from rows [T, H, V + R] to the cached vectors [N, V + R] at [T, K], -1 is none; of
     each row only to the first ``lengths``, as FlashMLA does."""
@@ -137,8 +163,7 @@ def _attend(
         vectors = (
             kv[read] if kv.dtype != FLOAT8 else kv.view(torch.uint8)[read].view(FLOAT8).float()
         )
-        weights = (q[row].float() @ vectors.T * scale).softmax(-1)
-        out[row] = weights @ vectors[:, : out.shape[-1]]
+        out[row] = _weights(q[row], vectors, scale, sinks) @ vectors[:, : out.shape[-1]]
 
 
 def _flash_mla_sparse_fwd(
@@ -147,15 +172,21 @@ def _flash_mla_sparse_fwd(
     at: torch.Tensor,
     scale: float,
     topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
     out = torch.empty(*q.shape[:2], 512)
-    recorded(_attend)(out, q, kv[:, 0], at[:, 0], topk_length, scale)
+    recorded(_attend)(out, q, kv[:, 0], at[:, 0], topk_length, scale, attn_sink)
     return out, None, out[..., 0]
 
 
 def _attend_packed(
-    out: torch.Tensor, q: torch.Tensor, cache: torch.Tensor, at: torch.Tensor, scale: float
+    out: torch.Tensor,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    at: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
 ) -> None:
     """Attend from rows [T, H, V + R] to vectors in a cache [blocks, N, 656] of bytes: 512 values in
     FP8, a scale of each 128, and 64 rotated ones in bfloat16."""
@@ -165,16 +196,20 @@ def _attend_packed(
         scales = of_row[:, 512:528].clone().view(torch.float32).repeat_interleave(128, dim=1)
         values = of_row[:, :512].clone().view(FLOAT8).float() * scales
         vectors = torch.cat([values, of_row[:, 528:].clone().view(torch.bfloat16).float()], dim=1)
-        weights = (q[row].float() @ vectors.T * scale).softmax(-1)
-        out[row] = weights @ values
+        out[row] = _weights(q[row], vectors, scale, sinks) @ values
 
 
 def _flash_mla_with_kvcache(
-    q: torch.Tensor, k_cache: torch.Tensor, indices: torch.Tensor, softmax_scale: float, **_: Any
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    attn_sink: torch.Tensor | None = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (one,) = q
     out = torch.empty(1, *one.shape[:2], 512)
-    recorded(_attend_packed)(out[0], one, k_cache[:, :, 0], indices[0], softmax_scale)
+    recorded(_attend_packed)(out[0], one, k_cache[:, :, 0], indices[0], softmax_scale, attn_sink)
     return out, out.new_empty(1, one.shape[1], len(one))
 
 
@@ -271,3 +306,26 @@ def stand_in() -> None:
     streams.triton_convert_req_index_to_global_index = convert
     streams._create_side_stream = lambda device: MagicMock()
     streams._create_event = streams.current_stream = MagicMock
+    _stand_in_for_hy4()
+
+
+def _stand_in_for_hy4() -> None:
+    """Replace what Hy4 runs in its own way, and let its backend take float32."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import sparse_attn_indexer
+    from vllm.models.hy_v4.nvidia import attention, flashmla_sparse
+    from vllm.platforms.interface import DeviceCapability
+
+    operators: Any = _custom_ops
+    operators.indexer_k_quant_and_cache = recorded(_cache_index_keys)
+    operations: Any = torch.ops.vllm
+    operations.sparse_attn_indexer = sparse_attn_indexer.sparse_attn_indexer
+    indexer: Any = sparse_attn_indexer.SparseAttnIndexer
+    indexer.forward_cpu = indexer.forward_cuda
+    own: Any = attention
+    own.per_token_group_quant_fp8 = lambda x, *_, **__: in_float8(x)
+    own.current_platform = SimpleNamespace(get_device_capability=lambda: DeviceCapability(9, 0))
+    kernels: Any = flashmla_sparse
+    kernels.flash_mla_sparse_fwd = _flash_mla_sparse_fwd
+    kernels.flash_mla_with_kvcache = _flash_mla_with_kvcache
+    kernels.HYV4FlashMLASparseBackend.validate_configuration = classmethod(lambda *_, **__: [])

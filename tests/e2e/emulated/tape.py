@@ -45,6 +45,7 @@ class Tape(TorchDispatchMode):
         # Storages by the address of their object: allocated within the capture, and elsewhere.
         self._own: dict[int, torch.UntypedStorage] = {}
         self._others: dict[int, StorageWeakRef] = {}
+        self._numbers: list[torch.UntypedStorage] = []
 
     def __enter__(self) -> Self:
         Tape.recording = self
@@ -95,6 +96,8 @@ class Tape(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata not in self._own and storage._cdata not in self._others:
             self._others[storage._cdata] = StorageWeakRef(storage)
+            if not tensor.dim():  # may be a number of the host, which a graph keeps
+                self._numbers.append(storage)
         return _alias(tensor)
 
     def _new(self, found: Any, given: set[int]) -> torch.Tensor | None:

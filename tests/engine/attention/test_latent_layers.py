@@ -197,7 +197,7 @@ def test_on_cuda_an_indexer_is_served_by_one_class_on_what_vllm_prefers() -> Non
         assert list(kind.unserved(ours, 17)) == []
     (reason,) = kind.unserved(of(module, "FLASHINFER_MLA_SPARSE_SM120"), 17)
     assert f"trees pass latent attention on {', '.join(SPARSE_CUDA_BACKENDS)}; set" in reason
-    other = of("vllm.models.hy_v4.attention", "FLASHMLA_SPARSE")
+    other = of("vllm.models.dots3_note.attention", "FLASHMLA_SPARSE")
     assert not kind.serves(other)
     assert re.match("sparse latent attention", *kind.unserved(other, 17))
 

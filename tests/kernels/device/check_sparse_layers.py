@@ -20,8 +20,13 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonMetadataBuilder,
     SparseMLAPrefillMetadata,
 )
+from vllm.models.hy_v4.nvidia.flashmla_sparse import HYV4FlashMLASparseBackend
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseMetadata
+from vllm.v1.attention.backends.mla.flashmla_sparse import (
+    FlashMLASparseBackend,
+    FlashMLASparseMetadata,
+    FlashMLASparseMetadataBuilder,
+)
 from vllm.v1.attention.backends.mla.indexer import (
     DeepseekV4IndexerBackend,
     DeepseekV32IndexerBackend,
@@ -211,6 +216,20 @@ def test_the_indexers_builder_alone_is_replaced(monkeypatch: pytest.MonkeyPatch)
             pass
     assert DeepseekV32IndexerBackend.get_builder_cls() is sparse_cuda.TreeIndexerMetadataBuilder
     assert DeepseekV4IndexerBackend.get_builder_cls() is DeepseekV32IndexerMetadataBuilder
+
+
+def test_a_backend_with_sinks_that_a_model_passes_as_a_class_builds_for_trees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FlashMLASparseBackend, "get_builder_cls", None)
+    (kind,) = (each for each in KINDS if isinstance(each, LatentKind))
+    ours = sparse_cuda.TreeFlashMLASparseBackend.get_builder_cls()
+    assert kind.carries_trees(HYV4FlashMLASparseBackend)
+    for _ in range(2):
+        with kind.making():
+            pass
+        assert HYV4FlashMLASparseBackend.get_builder_cls() is ours
+        assert FlashMLASparseBackend.get_builder_cls() is FlashMLASparseMetadataBuilder
 
 
 def test_vllm_finds_backends_by_the_names_of_their_classes() -> None:

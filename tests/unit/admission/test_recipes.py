@@ -46,6 +46,7 @@ QUANTIZATION = {
     "fp8": "fp8",
     "nvfp4": "modelopt_fp4",
     "mxfp4": "mxfp4",
+    "mxfp8": "mxfp8",
     **dict.fromkeys(("int4", "int8", "int2/4/8"), "compressed-tensors"),
 }
 """vLLM's names for the weights of checkpoints."""

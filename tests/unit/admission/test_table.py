@@ -95,6 +95,7 @@ latent half indexer cuda
 latent half indexer cuda attention.backend=FLASHMLA_SPARSE
 latent half indexer module cuda
 latent half indexer module cuda fp8
+latent half indexer module cuda model.architecture=HYV4ForCausalLM draft.architecture=HYV4MTPModel
 hybrid piped
 hybrid lora_config=some
 hybrid piped parallel.pipeline_parallel_size=3 uncached
@@ -194,9 +195,9 @@ latent model.hf_text_config.kv_lora_rank=256 model.hf_text_config.qk_rope_head_d
 use_mla, kv_lora_rank, qk_rope_head_dim=(True, (256, 64))
 latent half cuda model.hf_text_config.index_topk=2048 target.hf_text_config.index_topk=2048 → \
 index_topk (target, draft), architecture (draft)=((2048, None),
-latent half indexer module cuda draft.architecture=HYV4MTPModel → \
-index_topk (target, draft), architecture (draft)=((2048, 2048), 'HYV4MTPModel
-latent half indexer cuda model.architecture=HYV4ForCausalLM → index_topk, architecture=
+latent half indexer module cuda draft.architecture=Dots3NoteMTPModel → \
+index_topk (target, draft), architecture (draft)=((2048, 2048), 'Dots3NoteMTPModel
+latent half indexer cuda model.architecture=Dots3NoteForCausalLM → index_topk, architecture=
 latent half indexer cuda model.dtype=float16 → index_topk, dtype=
 latent half indexer cuda piped → index_topk, pipeline_parallel_size=
 latent half indexer cuda kv_transfer_config=some → index_topk, kv_transfer_config=
