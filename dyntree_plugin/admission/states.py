@@ -28,6 +28,9 @@ TARGETS = (
 """Architectures whose tokens were compared with those of engines without speculation: on a CPU, and
 but for the last two, which have the experts of Qwen3-Next, on an emulated CUDA device."""
 
+TARGETS_ON_CUDA = (*TARGETS, "BailingMoeV3ForCausalLM")
+"""Those there: vLLM's Kimi Delta Attention runs on a GPU alone."""
+
 _RECURRENT_LAYERS = ("mamba", "linear_attention", "conv", "hybrid")
 """Their names in models' configurations; `hybrid` has attention beside."""
 
@@ -37,7 +40,6 @@ IN_FLOAT16 = ("NemotronHForCausalLM", "Lfm2ForCausalLM")
 _RECURRENT = Targets("is_hybrid", lambda m: m.is_hybrid)
 
 _REFUSALS = (
-    _RECURRENT.other_than(TARGETS),
     _RECURRENT.refusal(
         "mamba_cache_dtype",
         lambda c: c.cache_config.mamba_cache_dtype,
@@ -78,7 +80,9 @@ _REFUSALS = (
         "set it to 2, or --no-enable-prefix-caching",
     ),
 )
+_ON_CPU = (_RECURRENT.other_than(TARGETS),)
 _ON_CUDA = (
+    _RECURRENT.other_than(TARGETS_ON_CUDA),
     _RECURRENT.refusal(
         "offload_backend",
         lambda c: backend_of(c.offload_config),
@@ -91,7 +95,7 @@ _ON_CUDA = (
 
 def state_refusals(device_type: str) -> tuple[Refusal, ...]:
     """Return checks of ``VllmConfig``."""
-    return (*_REFUSALS, *_ON_CUDA) if device_type == "cuda" else _REFUSALS
+    return (*(_ON_CUDA if device_type == "cuda" else _ON_CPU), *_REFUSALS)
 
 
 def tree_refusals(vllm_config: Any, node_budget: int, device_type: str) -> Iterator[str]:

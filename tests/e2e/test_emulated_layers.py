@@ -25,6 +25,8 @@ from emulated_stages import serve_emulated_in_stages
 from engine_process import Request, Result, Run
 from latent_targets import CONFIGS as LATENT
 from latent_targets import latent_head, latent_target
+from ling_targets import CONFIGS as LING
+from ling_targets import ling_target
 from random_engines import FEW, FLOAT32_DELTA_NET, LATENT_ON_CPU, REQUESTS
 from random_targets import ON_CUDA, gemma4_assistant, random_target
 from references import serve_right
@@ -87,6 +89,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ("look-up", OF_TEXT, {}),
     "qwen3_5": ("module", WITHOUT_CACHE | OF_TEXT, FLOAT32_DELTA_NET),
     "qwen3_5, cached": ("look-up", CACHED | OF_TEXT, WITHOUT_CACHE | FLOAT32_DELTA_NET),
+    "bailing_hybrid": ("module", WITHOUT_CACHE, {}),
     "gemma4_text": ("assistant", {}, {}),
     "mimo_v2_flash": ("look-up", {}, {}),
     "mimo_v2_flash with a module": ("module", {}, {}),
@@ -137,6 +140,7 @@ _MOVES, _COMMITS = ("without_kv_move",), ("commit_dropped", "commit_to_a_neighbo
 _BLOCKS = tuple(each.__name__ for each in sabotage_of_states.OF_BLOCKS)
 CONTROLS = {
     **{name: _BLOCKS if name.endswith("cached") else _COMMITS for name in TARGETS},
+    "bailing_hybrid": (*_COMMITS, "decays_of_other_channels"),
     "deepseek_v2": (*_MOVES, "wrong_ancestor_bit"),
     "deepseek_v2 with a head": _MOVES,
     "deepseek_v2 in FP8": ("half_moves",),
@@ -216,11 +220,12 @@ class Engines(NamedTuple):
 def _engines(name: str, folder: Path) -> Engines:
     source, common, of_plain = TARGETS[name]
     kind, *cached = name.split(" with a ")[0].split(" in ")[0].split(", ")
-    make = latent_target if kind in LATENT else vision_target if kind in VISION else random_target
+    written_here = (LATENT, latent_target), (VISION, vision_target), (LING, ling_target)
+    make = next((make for kinds, make in written_here if kind in kinds), random_target)
     small = SMALL_STATES if cached and kind.startswith("qwen3") else {}
     model = str(make(folder / kind, kind, **small))
     sparse = common.items() >= SPARSE.items()
-    on_cuda_alone = "kv_cache_dtype" in common or sparse or kind in ON_CUDA
+    on_cuda_alone = "kv_cache_dtype" in common or sparse or kind in {*ON_CUDA, *LING}
     common = LIMITS | common | {"model": model}
     run = CONTINUED if cached else RUNS[kind if kind in RUNS else source]
     trees = _engine(source, model)

@@ -30,7 +30,7 @@ CUDA = [
     "attention.latent_cuda.TreeTritonMLABackend",
     "attention.latent_cuda.TreeFlashMLABackend",
     "attention.latent_flash_attn.TreeFlashAttnMLABackend",
-    *[f"states.cuda_layers.Tree{layer}" for layer in RECURRENT],
+    *[f"states.cuda_layers.Tree{layer}" for layer in (*RECURRENT, "KimiDelta")],
 ]
 CPU = [
     "cpu.runner.TreeCPUModelRunner",

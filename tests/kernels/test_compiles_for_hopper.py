@@ -15,6 +15,7 @@ from ahead_of_time import (  # noqa: E402
     CAPABILITIES,
     HAS_TOOLS,
     NO_TOOLS,
+    POINTERS,
     compiled,
 )
 
@@ -51,6 +52,9 @@ OF_TRIES = {
     ),
 }
 """Arguments that growth leaves out without tries."""
+BY_CHANNEL = {"GROUP": 1, "LOGS": None, "BIAS": None,
+              "types": POINTERS | dict.fromkeys(("GATE", "BETA"), "*fp32")}  # fmt: skip
+"""Of a delta rule whose channels decay by themselves."""
 OF_DRAFT = {"SIZE": 64, "RANKS": 64, "BLOCKS": 64}
 """Of a draft's distribution, and of the logits of a vocabulary of 128 Ki."""
 SM100 = {"capability": 100}
@@ -176,7 +180,7 @@ def test_the_best_of_a_vocabularys_blocks_are_merged_without_spills(
 @CAPABILITIES
 @pytest.mark.parametrize("nodes", [16, 64])
 def test_trees_pass_recurrent_layers_without_spills(nodes: int, capability: int) -> None:
-    """The shapes are those of Nemotron-H and of Qwen3-Next."""
+    """The shapes are those of Nemotron-H, of Qwen3-Next and of Ling-3.0."""
     warps = 4 if nodes <= 32 else 8
     space = {"GROUP": 16, "P": 64, "WIDTH": 128, "BP": 32, "BK": 16}
     delta = {"GROUP": 2, "KEYS": 128, "VALUES": 128, "BK": 16, "BV": 32}
@@ -184,6 +188,7 @@ def test_trees_pass_recurrent_layers_without_spills(nodes: int, capability: int)
     for kernel, warps_of, constants in (
         (recurrence._space_trees, warps, space),
         (recurrence._delta_trees, warps, delta),
+        (recurrence._delta_trees, warps, delta | BY_CHANNEL),
         (recurrence._convolve_trees, 4, convolved),
     ):
         used = compiled(kernel, warps_of, capability=capability, NODES=nodes, **constants)
@@ -208,6 +213,8 @@ def test_states_are_committed_without_spills(capability: int) -> None:
         (state_commits._space_commit, {"GROUP": 16, "P": 64, "WIDTH": 128, "BP": 32, "BK": 128}),
         (state_commits._delta_commit,
          {"GROUP": 2, "KEYS": 128, "VALUES": 128, "BK": 128, "BV": 32}),
+        (state_commits._delta_commit,
+         {"KEYS": 128, "VALUES": 128, "BK": 128, "BV": 32, **BY_CHANNEL}),
         (state_commits._keep_history, {"ENTRIES": 3, "BE": 4, "BC": recurrence.CHANNELS}),
     ):  # fmt: skip
         used = compiled(kernel, 4, capability=capability, ALIGNED=16, **constants)

@@ -210,7 +210,8 @@ def test_a_sequence_in_one_call_is_the_same_in_several() -> None:
     assert torch.equal(made.states, after)
 
 
-def test_the_gated_delta_rule_is_the_recurrence_along_every_path() -> None:
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_the_gated_delta_rule_is_the_recurrence_along_every_path(by_channel: bool) -> None:
     g, rows = generator(), 33
     parents = random_tree(rows, g)
     q, k = (torch.randn(rows, 2, 32, generator=g) for _ in range(2))
@@ -219,16 +220,21 @@ def test_the_gated_delta_rule_is_the_recurrence_along_every_path() -> None:
     a_log, bias = (torch.randn(4, generator=g) for _ in range(2))
     states = torch.randn(3, 4, 32, 48, generator=g)
     order = trees(tree_states([parents], [2]))
-    found = gated_delta_rule(order, states, q, k, v, a, b, a_log, bias)
+    decay = -a_log.double().exp() * torch.nn.functional.softplus(a.double() + bias)
+    beta = b.double().sigmoid()
+    given: tuple[torch.Tensor | None, ...] = a, b, a_log, bias
+    if by_channel:
+        decay = decay[..., None] * torch.rand(rows, 4, 32, generator=g)
+        given = decay.float(), beta.float(), None, None
+    found = gated_delta_rule(order, states, q, k, v, *given)
 
     def unit(x: torch.Tensor) -> torch.Tensor:
         scaled = x.double() * (x.double().square().sum(-1, keepdim=True) + 1e-5).rsqrt()
         return scaled.transpose(0, 1).repeat_interleave(2, 0)
 
-    decay = -a_log.double().exp() * torch.nn.functional.softplus(a.double() + bias)
     for row in range(rows):
         right, _ = along(
             path_to(row, parents), states[2].double(), unit(q) * 32**-0.5, unit(k),
-            v.double().transpose(0, 1), b.double().sigmoid().T, decay.T, delta=True,
+            v.double().transpose(0, 1), beta.T, decay.transpose(0, 1), delta=True,
         )  # fmt: skip
         torch.testing.assert_close(found[row].double(), right, rtol=1e-5, atol=1e-5)

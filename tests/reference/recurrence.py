@@ -24,11 +24,12 @@ def along(
     Args:
         path: rows, from the root down.
         state: [H, K, V], before the root.
-        q, k: [H, n, K]; v: [H, n, V]; beta, log_decay: [H, n].
+        q, k: [H, n, K]; v: [H, n, V]; beta: [H, n].
+        log_decay: [H, n], or of every channel [H, n, K].
     """
     out = state
     for t in path:
-        state = state * log_decay[:, t, None, None].exp()
+        state = state * log_decay[:, t].exp().view(len(state), -1, 1)
         read = torch.einsum("hkv,hk->hv", state, k[:, t]) if delta else 0
         update = beta[:, t, None] * (v[:, t] - read)
         state = state + k[:, t, :, None] * update[:, None]

@@ -42,6 +42,7 @@ KINDS: tuple[LayerKind, ...] = (
             "MambaMixer2": f"{_STATES}.TreeMambaMixer2",
             "ShortConv": f"{_STATES}.TreeShortConv",
             "QwenGatedDeltaNetAttention": f"{_STATES}.TreeGatedDeltaNet",
+            "BailingMoeV3KimiDeltaAttention": f"{_STATES}.TreeKimiDelta",
         },
     ),
 )

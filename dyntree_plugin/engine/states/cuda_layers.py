@@ -12,6 +12,7 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
+from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from dyntree_kernels.cuda.recurrence import RecurrentRows, convolve, gated_delta_rule, state_space
@@ -26,7 +27,13 @@ from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.configuration import tree_plan
 from dyntree_plugin.engine.states.builders import NOT_KEPT, DraftedRows, WithDrafts
-from dyntree_plugin.engine.states.rows import DeltaNetRows, Mamba2Rows, ShortConvRows, WithStates
+from dyntree_plugin.engine.states.rows import (
+    DeltaNetRows,
+    KimiDeltaRows,
+    Mamba2Rows,
+    ShortConvRows,
+    WithStates,
+)
 
 
 def _columns(vllm_config: Any) -> int:
@@ -119,6 +126,8 @@ class OnCUDA(WithStates):
     """
 
     builder = WithDraftsOnCUDA
+    gate_type: torch.dtype | None = None
+    """Of the gates, if that is not the model's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -130,7 +139,7 @@ class OnCUDA(WithStates):
         self._raw = torch.zeros(rows, channels)
         # A convolution alone leaves nothing that a recurrence reads.
         self._mixed = torch.zeros(rows if gates else 0, channels)
-        self._gates = torch.zeros(rows, gates)
+        self._gates = torch.zeros(rows, gates, dtype=self.gate_type)
         stages, own = get_pp_group(), (self._raw, self._mixed, self._gates)
         self._copies: list[torch.Tensor] = []
         if not stages.is_last_rank:
@@ -294,3 +303,42 @@ class TreeGatedDeltaNet(OnCUDA, DeltaNetRows, QwenGatedDeltaNetAttention):
     def committed(self, mixed: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
         (_, k, v), (a, b) = self.split(mixed), gates.chunk(2, dim=1)
         return k, v, a, b, self.states, self.A_log, self.dt_bias
+
+
+class TreeKimiDelta(OnCUDA, KimiDeltaRows, BailingMoeV3KimiDeltaAttention):
+    gate_type = torch.float32  # in which vLLM has the log decays
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        channels = self.projection_size_per_partition
+        return 3 * channels, channels + self.local_num_heads
+
+    @property
+    def convolution(self) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+        each: Any = self.q_conv1d, self.k_conv1d, self.v_conv1d
+        return torch.cat([conv.weight for conv in each]).squeeze(1), None, True
+
+    def outputs(self, mixed: torch.Tensor) -> torch.Tensor:
+        _, _, v = self.split(mixed)
+        return v
+
+    @property
+    def states(self) -> torch.Tensor:
+        """The states [slots, H, K, V]; vLLM stores them with V before K."""
+        states: torch.Tensor = self.kv_cache[1]
+        return states.transpose(2, 3)
+
+    def in_order(self, metadata: Any, *given: torch.Tensor) -> None:
+        BailingMoeV3KimiDeltaAttention._forward(self, *given)
+
+    def recur(
+        self, trees: RecurrentRows, mixed: torch.Tensor, gates: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        (q, k, v), (logs, betas) = self.split(mixed), self.split_gates(gates)
+        gated_delta_rule(trees, self.states, q, k, v, logs, betas, None, None, out)
+
+    advance_states = staticmethod(advance_delta_rule)
+
+    def committed(self, mixed: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (_, k, v), (logs, betas) = self.split(mixed), self.split_gates(gates)
+        return k, v, logs, betas, self.states

@@ -213,3 +213,54 @@ class DeltaNetRows(WithStates):
         split: Any = mixed.split
         parts = split([keys, keys, values], dim=1)
         return (part.unflatten(1, (-1, each)) for part, each in zip(parts, sizes, strict=True))
+
+
+class KimiDeltaRows(WithStates):
+    """Precedes vLLM's ``BailingMoeV3KimiDeltaAttention``: Kimi Delta Attention (arXiv 2510.26692),
+    in which every channel of a key decays by itself, as in Ling-3.0."""
+
+    stock = GDNAttentionBackend
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_speculative_tokens = 0  # vLLM's name of `num_spec` in this class
+
+    def _forward(
+        self,
+        q_proj_states: torch.Tensor,
+        k_proj_states: torch.Tensor,
+        v_proj_states: torch.Tensor,
+        g1: torch.Tensor,
+        beta: torch.Tensor,
+        core_attn_out: torch.Tensor,
+    ) -> None:
+        drafted = self.drafted()
+        states = q_proj_states, k_proj_states, v_proj_states
+        others = g1, beta, core_attn_out  # [1, T, ...]: log decays, betas and outputs
+        if drafted is None:
+            self.in_order(self.metadata(), *states, *others)
+            return
+        rows = drafted.rows
+        raw = torch.cat([each[:rows] for each in states], dim=1)
+        logs, betas, out = (each[0, :rows] for each in others)
+        self.through(drafted, raw, [logs.flatten(1), betas], out)
+        if drafted.rest is not None:
+            rest = (*(each[rows:] for each in states), *(each[:, rows:] for each in others))
+            with self.without(drafted):
+                self.in_order(drafted.rest, *rest)
+
+    def in_order(self, metadata: Any, *given: torch.Tensor) -> None:
+        """Run rows that follow each other in their requests, and advance the states; arguments as
+        of `_forward`, with their metadata."""
+        raise NotImplementedError
+
+    def split(self, mixed: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Split what was convolved into queries, keys and values [T, H, K]."""
+        parts: Any = mixed.chunk(3, dim=1)
+        return (part.unflatten(1, (-1, self.of_vllm.head_dim)) for part in parts)
+
+    def split_gates(self, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Split gates [T, H * K + H] into log decays [T, H, K] and betas [T, H]."""
+        heads = self.of_vllm.local_num_heads
+        logs: Any = gates[:, :-heads]
+        return logs.unflatten(1, (heads, -1)), gates[:, -heads:]

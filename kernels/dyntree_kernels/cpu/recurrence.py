@@ -89,17 +89,18 @@ def _sigmoid(x):
 
 @compiled(fastmath=_FUSED)
 def _delta_token(src, dst, like, q, k, v, decay, beta, scale, update, out):
-    """Take a head's state src [K, V] to dst by a token, and write its output [V]."""
+    """Take a head's state src [K, V] to dst by a token with decays [K], and write its output
+    [V]."""
     update[:] = _ZERO
     for i in range(len(k)):
         for j in range(len(v)):
-            update[j] += src[i, j] * decay * k[i]
+            update[j] += src[i, j] * decay[i] * k[i]
     for j in range(len(v)):
         update[j] = (v[j] - update[j]) * beta
     out[:] = _ZERO
     for i in range(len(k)):
         for j in range(len(v)):
-            s = src[i, j] * decay + k[i] * update[j]
+            s = src[i, j] * decay[i] + k[i] * update[j]
             out[j] += s * q[i] * scale
             dst[i, j] = to_float(from_float(s, like))
 
@@ -117,13 +118,15 @@ def _unit(x, out):
 
 
 @compiled(parallel=True, nogil=True)
-def _delta_rule(states, slots, starts, above, own, keep, q, k, v, a, b, a_log, dt_bias, out, space):
+def _delta_rule(
+    states, slots, starts, above, own, keep, q, k, v, a, b, a_log, dt_bias, out, space, by_channel
+):  # fmt: skip
     threads, heads = space.shape[0], v.shape[1]
     group = heads // k.shape[1]
     scale = np.float32(k.shape[2] ** -0.5)
     for thread in numba.prange(threads):
         held = space[thread]
-        unit_q, unit_k = np.empty((2, k.shape[2]), np.float32)
+        unit_q, unit_k, decay = np.empty((3, k.shape[2]), np.float32)
         value, update, result = np.empty((3, v.shape[2]), np.float32)
         for task in range(thread, len(slots) * heads, threads):
             r, h = task // heads, task % heads
@@ -132,9 +135,14 @@ def _delta_rule(states, slots, starts, above, own, keep, q, k, v, a, b, a_log, d
             for t in range(starts[r], starts[r + 1]):
                 _unit(q[t, h // group], unit_q)
                 _unit(k[t, h // group], unit_k)
-                step = _softplus(to_float(a[t, h]) + to_float(dt_bias[h]))
-                decay = np.float32(exp(-np.float32(exp(to_float(a_log[h]))) * step))
-                beta = _sigmoid(b[t, h])
+                if by_channel:
+                    beta = to_float(b[t, h])
+                    for i in range(len(decay)):
+                        decay[i] = exp(to_float(a[t, h, i]))
+                else:
+                    step = _softplus(to_float(a[t, h, 0]) + to_float(dt_bias[h]))
+                    decay[:] = np.float32(exp(-np.float32(exp(to_float(a_log[h]))) * step))
+                    beta = _sigmoid(b[t, h])
                 for j in range(len(value)):
                     value[j] = to_float(v[t, h, j])
                 _delta_token(
@@ -155,19 +163,21 @@ def gated_delta_rule(
     v: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
+    a_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Run T tokens through a gated delta rule of HV heads.
 
     Queries and keys are scaled to unit length, queries by K ** -0.5 besides. A token's log decay is
-    -exp(a_log) softplus(a + dt_bias), and its beta is sigmoid(b).
+    -exp(a_log) softplus(a + dt_bias), and its beta is sigmoid(b). Without ``a_log`` every channel
+    of the keys decays by itself (Kimi Delta Attention, arXiv 2510.26692): ``a`` has the log decays,
+    and ``b`` the betas.
 
     Args:
         order: of the tokens.
         states: [slots, HV, K, V].
         q, k: [T, H, K]; v: [T, HV, V], with HV a multiple of H.
-        a, b: [T, HV].
+        a, b: [T, HV]; ``a`` [T, HV, K] without ``a_log``.
         a_log, dt_bias: [HV].
 
     Returns:
@@ -175,8 +185,10 @@ def gated_delta_rule(
     """
     out = torch.empty(v.shape, dtype=v.dtype)
     space = _space(order, states, v.numel() * k.shape[2])
-    read = _dense(q, k, v, a, b, a_log, dt_bias)
-    _delta_rule(*_places(order, states), *read, as_numpy(out), space)
+    if a_log is None or dt_bias is None:
+        a_log = dt_bias = torch.empty(0)
+    read = _dense(q, k, v, a.view(*b.shape, -1), b, a_log, dt_bias)
+    _delta_rule(*_places(order, states), *read, as_numpy(out), space, len(a_log) == 0)
     return out
 
 

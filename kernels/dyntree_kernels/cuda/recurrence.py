@@ -162,27 +162,12 @@ def _solve(system, u, rows, NODES: tl.constexpr):
 
 
 @triton.jit
-def _delta_trees(
-    Q, K, V, GATE, BETA, STATES, OUT, LOGS, BIAS, SLOTS, STARTS, CTX, BITS, scale, sq_t, sk_t, sv_t,
-    sg_t, sb_t, so_t, s_slot, s_head, s_k, s_v, s_bits, GROUP: tl.constexpr, KEYS: tl.constexpr,
+def _products(
+    queries, keys, states, at, real, j, sq_t, sk_t, s_k, s_v, KEYS: tl.constexpr,
     VALUES: tl.constexpr, NODES: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    request, head = tl.program_id(0), tl.program_id(1)
-    first = tl.load(STARTS + request).to(tl.int64)
-    rows = (tl.load(STARTS + request + 1) - first).to(tl.int32)
-    if rows == 0:
-        return
-    row = tl.arange(0, NODES)
-    real, at = row < rows, first + row
-    seen = _seen(BITS, CTX, request, first, rows, s_bits, NODES)
-    gate = tl.load(GATE + at * sg_t + head, mask=real, other=0).to(tl.float32)
-    log = -tl.exp(tl.load(LOGS + head).to(tl.float32))
-    log = log * softplus(gate + tl.load(BIAS + head).to(tl.float32))
-    sums, between = _decays(seen, tl.where(real, log, 0.0))
-    beta = tl.sigmoid(tl.load(BETA + at * sb_t + head, mask=real, other=0).to(tl.float32))
-    j = tl.program_id(2) * BV + tl.arange(0, BV)
-    queries, keys = Q + head // GROUP * KEYS, K + head // GROUP * KEYS
-    states = STATES + tl.load(SLOTS + request) * s_slot + head * s_head
+    """Products of queries and of keys with keys [NODES, NODES] and with the state [NODES, BV], and
+    of each with itself [NODES]."""
     scores = tl.zeros([NODES, NODES], tl.float32)
     system = tl.zeros([NODES, NODES], tl.float32)
     out = tl.zeros([NODES, BV], tl.float32)
@@ -202,16 +187,91 @@ def _delta_trees(
         system = tl.dot(k, tl.trans(k), system, input_precision="ieee")
         out = tl.dot(q, state, out, input_precision="ieee")
         u = tl.dot(k, state, u, input_precision="ieee")
+    return scores, system, out, u, q_length, k_length
+
+
+@triton.jit
+def _decayed_products(
+    queries, keys, logs, states, at, real, seen, j, sq_t, sk_t, sg_t, s_k, s_v, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, NODES: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """As `_products`, each channel with decays of its own: those of products with keys from the
+    key's row on, and those of products with the state from the root on.
+
+    Factors of the rows alone would overflow, so there is one for each pair.
+    """
+    scores = tl.zeros([NODES, NODES], tl.float32)
+    system = tl.zeros([NODES, NODES], tl.float32)
+    out = tl.zeros([NODES, BV], tl.float32)
+    u = tl.zeros([NODES, BV], tl.float32)
+    q_length = tl.zeros([NODES], tl.float32)
+    k_length = tl.zeros([NODES], tl.float32)
+    for i in range(KEYS):
+        q = tl.load(queries + at * sq_t + i, mask=real, other=0).to(tl.float32)
+        k = tl.load(keys + at * sk_t + i, mask=real, other=0).to(tl.float32)
+        log = tl.load(logs + at * sg_t + i, mask=real, other=0).to(tl.float32)
+        state = tl.load(states + i * s_k + j * s_v, mask=j < VALUES, other=0).to(tl.float32)
+        sums, between = _decays(seen, log)
+        kept = tl.exp(sums)
+        q_length += q * q
+        k_length += k * k
+        decayed = between * k[None, :]
+        scores += q[:, None] * decayed
+        system += k[:, None] * decayed
+        out += (q * kept)[:, None] * state[None, :]
+        u += (k * kept)[:, None] * state[None, :]
+    return scores, system, out, u, q_length, k_length
+
+
+@triton.jit
+def _delta_trees(
+    Q, K, V, GATE, BETA, STATES, OUT, LOGS, BIAS, SLOTS, STARTS, CTX, BITS, scale, sq_t, sk_t, sv_t,
+    sg_t, sb_t, so_t, s_slot, s_head, s_k, s_v, s_bits, GROUP: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, NODES: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    request, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(STARTS + request).to(tl.int64)
+    rows = (tl.load(STARTS + request + 1) - first).to(tl.int32)
+    if rows == 0:
+        return
+    row = tl.arange(0, NODES)
+    real, at = row < rows, first + row
+    seen = _seen(BITS, CTX, request, first, rows, s_bits, NODES)
+    beta = tl.load(BETA + at * sb_t + head, mask=real, other=0).to(tl.float32)
+    j = tl.program_id(2) * BV + tl.arange(0, BV)
+    queries, keys = Q + head // GROUP * KEYS, K + head // GROUP * KEYS
+    states = STATES + tl.load(SLOTS + request) * s_slot + head * s_head
+    if LOGS is None:
+        scores, system, out, u, q_length, k_length = _decayed_products(
+            queries, keys, GATE + head * KEYS, states, at, real, seen, j, sq_t, sk_t, sg_t, s_k,
+            s_v, KEYS, VALUES, NODES, BV,
+        )  # fmt: skip
+        kept = tl.full([NODES], 1.0, tl.float32)
+    else:
+        gate = tl.load(GATE + at * sg_t + head, mask=real, other=0).to(tl.float32)
+        log = -tl.exp(tl.load(LOGS + head).to(tl.float32))
+        log = log * softplus(gate + tl.load(BIAS + head).to(tl.float32))
+        sums, between = _decays(seen, tl.where(real, log, 0.0))
+        beta = tl.sigmoid(beta)
+        scores, system, out, u, q_length, k_length = _products(
+            queries, keys, states, at, real, j, sq_t, sk_t, s_k, s_v, KEYS, VALUES, NODES, BK, BV
+        )
+        scores, system, kept = scores * between, system * between, tl.exp(sums)
     q_factor = scale / tl.sqrt(q_length + EPSILON)
     k_factor = 1.0 / tl.sqrt(k_length + EPSILON)
-    kept = tl.exp(sums)
-    scores = tl.where(seen, scores * between * q_factor[:, None] * k_factor[None, :], 0.0)
-    system = system * between * (k_factor * beta)[:, None] * k_factor[None, :]
+    scores = tl.where(seen, scores * q_factor[:, None] * k_factor[None, :], 0.0)
+    system = system * (k_factor * beta)[:, None] * k_factor[None, :]
     system = tl.where(seen & (row[:, None] != row[None, :]), system, 0.0)
     v = _matrix(V + head * VALUES, at, j, sv_t, real, j < VALUES)
     u = (v - u * (k_factor * kept)[:, None]) * beta[:, None]
     u = _solve(system, u, rows, NODES)
-    out = tl.dot(scores, u, out * (q_factor * kept)[:, None], input_precision="ieee")
+    out = out * (q_factor * kept)[:, None]
+    if LOGS is None:  # With these scores, a product of matrices spills registers.
+        for t in range(rows):
+            of_t = tl.sum(tl.where((row == t)[None, :], scores, 0.0), 1)
+            out += of_t[:, None] * tl.sum(tl.where((row == t)[:, None], u, 0.0), 0)[None, :]
+    else:
+        out = tl.dot(scores, u, out, input_precision="ieee")
     place = OUT + at[:, None] * so_t + head * VALUES + j[None, :]
     tl.store(place, out.to(OUT.dtype.element_ty), mask=real[:, None] & (j < VALUES)[None, :])
 
@@ -224,20 +284,22 @@ def gated_delta_rule(
     v: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
+    a_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     """Run T rows through a gated delta rule of HV heads.
 
     Queries and keys are scaled to unit length, queries by K ** -0.5 besides. A row's log decay is
-    -exp(a_log) softplus(a + dt_bias), and its beta is sigmoid(b).
+    -exp(a_log) softplus(a + dt_bias), and its beta is sigmoid(b). Without ``a_log`` every channel
+    of the keys decays by itself (Kimi Delta Attention, arXiv 2510.26692): ``a`` has the log decays,
+    and ``b`` the betas.
 
     Args:
         trees: of the rows.
         states: [slots, HV, K, V].
         q, k: [T, H, K]; v, out: [T, HV, V], with HV a multiple of H; dense within a row.
-        a, b: [T, HV], dense within a row.
+        a, b: [T, HV], dense within a row; ``a`` [T, HV, K] without ``a_log``.
         a_log, dt_bias: [HV].
     """
     (_, heads, size), keys = v.shape, q.shape[2]

@@ -124,8 +124,6 @@ def _delta_commit(
     gate_of = _of_layer(GATE, ADDRESSES, 2, layer, layers, ALIGNED)
     beta_of = _of_layer(BETA, ADDRESSES, 3, layer, layers, ALIGNED)
     states = _of_layer(STATES, ADDRESSES, 4, layer, layers, ALIGNED)
-    logs = _of_layer(LOGS, ADDRESSES, 5, layer, layers, ALIGNED)
-    bias_of = _of_layer(BIAS, ADDRESSES, 6, layer, layers, ALIGNED)
     i = tl.arange(0, BK)
     j = tl.program_id(2) * BV + tl.arange(0, BV)
     inside = (i < KEYS)[:, None] & (j < VALUES)[None, :]
@@ -133,16 +131,23 @@ def _delta_commit(
     places = states + tl.load(SLOTS + request) * s_slot + within
     end, end_slot = tl.load(ENDS + request), tl.load(END_SLOTS + request)
     state = tl.load(places, mask=inside, other=0).to(tl.float32)
-    log, bias = tl.load(logs + head).to(tl.float32), tl.load(bias_of + head).to(tl.float32)
+    if LOGS is not None:
+        log = tl.load(_of_layer(LOGS, ADDRESSES, 5, layer, layers, ALIGNED) + head).to(tl.float32)
+        bias = tl.load(_of_layer(BIAS, ADDRESSES, 6, layer, layers, ALIGNED) + head).to(tl.float32)
     for depth in range(length):
         row = tl.load(PATH + request * s_path + depth)
-        gate = tl.load(gate_of + row * sg_t + head).to(tl.float32)
-        beta = tl.sigmoid(tl.load(beta_of + row * sb_t + head).to(tl.float32))
+        beta = tl.load(beta_of + row * sb_t + head).to(tl.float32)
+        if LOGS is None:
+            gate = tl.load(gate_of + row * sg_t + head * KEYS + i, mask=i < KEYS, other=0)
+            state = state * tl.exp(gate.to(tl.float32))[:, None]
+        else:
+            gate = tl.load(gate_of + row * sg_t + head).to(tl.float32)
+            state = state * tl.exp(-tl.exp(log) * softplus(gate + bias))
+            beta = tl.sigmoid(beta)
         k = tl.load(k_of + row * sk_t + head // GROUP * KEYS + i, mask=i < KEYS, other=0)
         k = k.to(tl.float32)
         k = k / tl.sqrt(tl.sum(k * k, 0) + EPSILON)
         v = tl.load(v_of + row * sv_t + head * VALUES + j, mask=j < VALUES, other=0).to(tl.float32)
-        state = state * tl.exp(-tl.exp(log) * softplus(gate + bias))
         u = (v - tl.sum(state * k[:, None], 0)) * beta
         state = state + k[:, None] * u[None, :]
         stored = state.to(STATES.dtype.element_ty)
@@ -155,14 +160,16 @@ def _delta_commit(
 def advance_delta_rule(accepted: Commit, layers: Layers) -> None:
     """Advance states of a gated delta rule along accepted paths.
 
-    ``layers``: their k, v, a, b, states, a_log and dt_bias, as `gated_delta_rule` takes them.
+    ``layers``: their k, v, a, b, states, a_log and dt_bias, as `gated_delta_rule` takes them; the
+    last two are left out where every channel decays by itself.
     """
     k, v, a, b, states, *_ = layers.first
+    absent = [None] * (7 - len(layers.first))
     (_, heads, size), keys, count = v.shape, k.shape[2], layers.addresses.shape[1]
     block = 32
     grid = len(accepted.slots), heads * count, triton.cdiv(size, block)
     _delta_commit[grid](
-        *layers.first, layers.addresses, *accepted, heads, count,
+        *layers.first, *absent, layers.addresses, *accepted, heads, count,
         k.stride(0), v.stride(0), a.stride(0), b.stride(0), *states.stride(),
         accepted.paths.stride(0), ALIGNED=layers.aligned, GROUP=heads // k.shape[1], KEYS=keys,
         VALUES=size, BK=triton.next_power_of_2(keys), BV=block, num_warps=4,

@@ -112,6 +112,20 @@ def _left(runner: Any, part: Callable[[Any], torch.Tensor]) -> Iterator[None]:
 
 
 @contextmanager
+def decays_of_other_channels(runner: Any) -> Iterator[None]:
+    """Let every channel of a tree's keys decay as another one."""
+    from dyntree_plugin.engine.states import cuda_layers
+
+    stock = cuda_layers.gated_delta_rule
+
+    def rolled(trees: Any, states: Any, q: Any, k: Any, v: Any, logs: Any, *others: Any) -> None:
+        stock(trees, states, q, k, v, logs.roll(1, dims=-1), *others)
+
+    with _eager(runner), mock.patch.object(cuda_layers, "gated_delta_rule", rolled):
+        yield
+
+
+@contextmanager
 def states_lost(runner: Any) -> Iterator[None]:
     """Let a block draft keep zeros for the target's hidden states. Output must not change."""
     stock = runner.speculator.combine

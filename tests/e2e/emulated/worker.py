@@ -51,6 +51,7 @@ _STATES = {
     "MambaMixer2": "emulated.states.Mamba2",
     "ShortConv": "dyntree_plugin.engine.states.cuda_layers.TreeShortConv",
     "QwenGatedDeltaNetAttention": "emulated.states.DeltaNet",
+    "BailingMoeV3KimiDeltaAttention": "emulated.states.KimiDelta",
 }
 _LATENT = {
     "CPU_MLA": f"{_ATTENTION}.latent_cuda.TreeTritonMLABackend",

@@ -119,8 +119,8 @@ class Delta(NamedTuple):
     v: torch.Tensor
     a: torch.Tensor
     b: torch.Tensor
-    a_log: torch.Tensor
-    dt_bias: torch.Tensor
+    a_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
 
     @classmethod
     def make(cls, rows: int, dtype: torch.dtype) -> Delta:
@@ -144,27 +144,43 @@ class Delta(NamedTuple):
 
     @property
     def committed(self) -> tuple[torch.Tensor, ...]:
-        return self.k, self.v, self.a, self.b, self.states, self.a_log, self.dt_bias
+        of_heads = (each for each in (self.a_log, self.dt_bias) if each is not None)
+        return self.k, self.v, self.a, self.b, self.states, *of_heads
+
+    @property
+    def gates(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log decays and betas of all rows."""
+        if self.a_log is None or self.dt_bias is None:
+            return self.a.double(), self.b.double()
+        step = torch.nn.functional.softplus((self.a + self.dt_bias).double())
+        return -self.a_log.double().exp() * step, self.b.double().sigmoid()
 
     def alone(self, at: slice, state: torch.Tensor) -> Alone:
         """Return what gives the recurrence along paths of the rows ``at``, from this state."""
-        log = -self.a_log.double().exp() * torch.nn.functional.softplus(
-            (self.a + self.dt_bias)[at].double()
-        )
         q, k = (
             each[at].double() / (each[at].double().square().sum(-1, keepdim=True) + 1e-6).sqrt()
             for each in (self.q, self.k)
         )
         q, k = (each.repeat_interleave(2, 1).transpose(0, 1) for each in (q, k))
-        v, beta = self.v[at].double().transpose(0, 1), self.b[at].double().sigmoid().T
+        v, log, beta = (each[at].double().transpose(0, 1) for each in (self.v, *self.gates))
         scaled = q * q.shape[-1] ** -0.5
-        return lambda path: along(path, state.double(), scaled, k, v, beta, log.T, delta=True)
+        return lambda path: along(path, state.double(), scaled, k, v, beta, log, delta=True)
 
     def state(self, slot: int) -> torch.Tensor:
         return self.states[slot]
 
 
-LAYERS = pytest.mark.parametrize("kind", [Space, Delta])
+class Channels(Delta):
+    """As `Delta`, with a decay of every channel."""
+
+    @classmethod
+    def make(cls, rows: int, dtype: torch.dtype) -> Channels:
+        made = Delta.make(rows, dtype)
+        logs = -2 * draw(rows, 4, 24, seed=5).square()
+        return cls(*made[:4], logs, made.b.sigmoid(), None, None)
+
+
+LAYERS = pytest.mark.parametrize("kind", [Space, Delta, Channels])
 
 
 def paths_of(given: Batch, request: int) -> list[list[int]]:
@@ -220,14 +236,30 @@ def test_other_trees_and_states_give_other_outputs(kind: Any, wrong: str) -> Non
 
 
 @pytest.mark.parametrize("strong", [False, True])
-def test_keys_that_are_alike_and_strong_gates_stay_accurate(strong: bool) -> None:
+@pytest.mark.parametrize("kind", [Delta, Channels])
+def test_keys_that_are_alike_and_strong_gates_stay_accurate(kind: Any, strong: bool) -> None:
     given = batch(SHAPES["two words"])
-    layer = Delta.make(int(given.rows.starts[-1]), torch.float32)
+    layer = kind.make(int(given.rows.starts[-1]), torch.float32)
     layer.k.add_(8 * layer.k[:1])
-    layer.a.fill_(15.0 if strong else -8.0)
-    layer.b.fill_(4.0)
+    if kind is Delta:
+        layer.a.fill_(15.0 if strong else -8.0)
+        layer.b.fill_(4.0)
+    else:
+        layer.a.mul_(50 if strong else 1e-3)
+        layer.b.fill_(0.98)
     found = layer.run(given.rows)
     check(layer, given, found)
+
+
+def test_the_decay_of_another_channel_gives_other_outputs_and_states() -> None:
+    given = batch(SHAPES["a word"])
+    total = int(given.rows.starts[-1])
+    right, wrong = (Channels.make(total, torch.float32) for _ in range(2))
+    wrong.a.copy_(wrong.a.roll(1, dims=2))
+    assert (right.run(given.rows) - wrong.run(given.rows)).abs().max() > 1e-2
+    for layer in (right, wrong):
+        layer.advance(accepted(given.rows))
+    assert (right.states - wrong.states).abs().max() > 1e-2
 
 
 PATHS = [[0, 1], [0, 7], [], [0, 1, 2, 3]]
@@ -304,7 +336,7 @@ def test_one_launch_advances_every_layer_by_its_inputs(kind: Any) -> None:
     commit = accepted(batch(SHAPES["a word"]).rows)
     layers = [kind.make(64, torch.float32) for _ in range(3)]
     for number, layer in enumerate(layers):
-        for each in layer[1:]:
+        for each in layer[1:6]:
             each.mul_(1 + number)
     alone = [layer._replace(states=layer.states.clone()) for layer in layers]
     for layer in alone:

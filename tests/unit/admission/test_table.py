@@ -138,7 +138,8 @@ experts cuda draft.model_arch_config.num_experts=8 drafts.method=mtp
         )
     ),
     *(f"mrope{on} model.architecture={n}" for n in mrope.TARGETS for on in ("", " cuda")),
-    *(f"hybrid{on} model.architecture={n}" for n in states.TARGETS for on in ("", " cuda")),
+    *(f"hybrid model.architecture={name}" for name in states.TARGETS),
+    *(f"hybrid cuda model.architecture={name}" for name in states.TARGETS_ON_CUDA),
     *(f"hybrid model.dtype=float16 model.architecture={name}" for name in states.IN_FLOAT16),
     *(
         f"images model.architecture={name} {beside}"
@@ -214,6 +215,8 @@ hybrid cuda uncached copied → is_hybrid, offload_backend=(True, 'prefetch')
 hybrid cache.block_size=16 sized → block_size=16 is too small & dyntree.node_budget + 1 = 17 tokens
 hybrid cuda uncached drafts.num_speculative_tokens=128 → node_budget=128 is too large: on CUDA trees
 hybrid model.architecture=BambaForCausalLM → is_hybrid, architecture=(True, 'BambaForCausalLM')
+hybrid model.architecture=BailingMoeV3ForCausalLM → is_hybrid, architecture=
+hybrid cuda model.architecture=KimiLinearForCausalLM → is_hybrid, architecture=
 hybrid cache.mamba_cache_dtype=float32 → is_hybrid, mamba_cache_dtype=(True, 'float32')
 hybrid cache.prefix_match_unit=4 → is_hybrid, prefix_match_unit=(True, 4)
 mrope draft.uses_mrope=True → draft model: uses_mrope=True is not supported
