@@ -83,7 +83,9 @@ class Step:
         record.sampled(self.batch, self.found, PLAN, True, SHAPE.max_depth - 1)
         record.send(at_hand)
         record.ended(
-            SHAPE.max_depth, Measured(dict.fromkeys(STAGES, 0.002)), StepSeconds(0.006, 0.012)
+            SHAPE.max_depth,
+            Measured(dict.fromkeys(STAGES, 0.002)),
+            StepSeconds(0.006, 0.012, 0.0001),
         )
         return StepTimes().complete(record)
 

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from benchmarks.serve.watching import Watch
 from dyntree_plugin.engine.budget.by_schedule import NodeBuckets
 from dyntree_plugin.engine.step.verify import TreeVerifier
-from dyntree_plugin.tree.budget.choice import DraftingChoice
+from dyntree_plugin.tree.budget.learned import Chosen
 
 WEIGHTS = 0.5
 """Largest random weight. With vLLM's 0.001 the logits are flat, and trees grow no deeper nodes."""
@@ -83,11 +83,11 @@ def _with_rates(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_told_size(stock: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stock)
-    def choose(self: NodeBuckets, requests: int) -> DraftingChoice:
+    def choose(self: NodeBuckets, requests: int) -> Chosen:
         if Told.tokens is None:
-            chosen: DraftingChoice = stock(self, requests)
+            chosen: Chosen = stock(self, requests)
             return chosen
-        return DraftingChoice(min(self._most, max(0, Told.tokens - 1)), Told.tokens)
+        return Chosen(min(self._most, max(0, Told.tokens - 1)), Told.tokens)
 
     return choose
 

@@ -211,8 +211,9 @@ METRICS = (
         "counter",
         "budgeted",
         "Time of steps in which every request decoded, as the adaptive budget expected it "
-        "(expected) and as it was (measured). If they differ for long, the budget chooses by wrong "
-        "costs.",
+        "(expected) and as it was (measured), and how much of it more rows or forwards than seem "
+        "best were expected to cost (trying), which is at most 1 %. If expected and measured time "
+        "differ for long, the budget chooses by wrong costs.",
         labels=("time",),
     ),
     Metric(

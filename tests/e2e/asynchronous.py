@@ -37,12 +37,12 @@ def serve_asynchronously(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> 
 @contextmanager
 def every_choice(buckets: Any) -> Iterator[None]:
     """Choose every number of forwards and of nodes in turn. Output must not change."""
-    from dyntree_plugin.tree.budget.choice import DraftingChoice
+    from dyntree_plugin.tree.budget.learned import Chosen
 
     turns = zip(
         itertools.cycle(range(1 + buckets.forwards)), itertools.cycle(buckets.sizes), strict=False
     )
-    choices = (DraftingChoice(*turn) for turn in turns)
+    choices = (Chosen(*turn) for turn in turns)
     with mock.patch.object(buckets, "_choose", side_effect=choices):
         yield
 

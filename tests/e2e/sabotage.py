@@ -217,7 +217,7 @@ def always_accepted(runner: Any) -> Iterator[None]:
     with (
         mock.patch.object(walk, "uniform", torch.zeros_like),
         mock.patch.object(samples, "DrawnTrees", offered_less),
-        mock.patch.object(TreeBudget, "cut", lambda _, values, counts, drawn=None: counts),
+        mock.patch.object(TreeBudget, "cut", lambda _, values, counts, *given: counts),
         mock.patch.object(TreeBudget, "drafting_pays", return_value=True),
     ):
         yield

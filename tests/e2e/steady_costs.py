@@ -26,7 +26,6 @@ def assumed_if(asked: bool) -> Iterator[None]:
         return
 
     from dyntree_plugin.engine import runner
-    from dyntree_plugin.engine.budget import by_tree
     from dyntree_plugin.tree.budget.row_cost import RowCost
 
     def assume(_rows: Any, _seconds: Any, most: int, *_: Any) -> RowCost:
@@ -35,7 +34,6 @@ def assumed_if(asked: bool) -> Iterator[None]:
     with (
         mock.patch.object(runner, "RowCost", assume),
         mock.patch.object(RowCost, "observe", return_value=1.0),
-        mock.patch.object(by_tree, "followed", lambda seconds, _: seconds),
     ):
         yield
 

@@ -56,4 +56,5 @@ def test_a_step_adds_what_it_counted_to_its_own_engine(page: TreeSpecDecodingPro
     assert value("compared_seconds_total", decoding="tree") == pytest.approx(0.024)
     assert value("budget_seconds_total", time="expected") == pytest.approx(0.012)
     assert value("budget_seconds_total", time="measured") == pytest.approx(0.024)
+    assert value("budget_seconds_total", time="trying") == pytest.approx(0.0002)
     assert value("tree_nodes_count", engine="1") == 2

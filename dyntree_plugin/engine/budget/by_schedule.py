@@ -7,16 +7,12 @@ import time
 import numpy as np
 
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
-from dyntree_plugin.tree.budget.choice import DraftingChoice, best_drafting
-from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds, optimism
-from dyntree_plugin.tree.budget.worth import FIRST_TREES, ForwardSeconds, TreeWorth
+from dyntree_plugin.tree.budget.learned import Chosen, LearnedChoice
+from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds
+from dyntree_plugin.tree.budget.worth import ForwardSeconds
 
 FORWARDS = "dyntree_forwards"
 """Attribute of a SchedulerOutput: the most draft forwards after the catch-up."""
-
-FURTHER_EVERY = 64
-"""Once in this many steps, draft about twice as far as seems best, and at least two forwards, to
-learn what that is worth. That costs less than one step in as many."""
 
 
 class NodeBuckets:
@@ -38,37 +34,29 @@ class NodeBuckets:
         self._synchronous = synchronous
         self._fewest = 0
         self._cost: RowCost | None = None
-        self._worth = TreeWorth(forwards)
+        self._choice = LearnedChoice(forwards, sizes)
         self._forward_seconds = ForwardSeconds()
-        self._lookups = 0
         self._context = 0.0
         self._came: float | None = None
 
     def __getitem__(self, requests: int) -> int:
         """Choose the nodes of each request for a step of ``requests``."""
-        self._lookups += 1
         chosen = self._choose(requests)
         self.forwards = chosen.forwards
         return chosen.nodes
 
-    def _choose(self, requests: int) -> DraftingChoice:
-        """Choose the fastest; whole trees until enough trees were observed."""
-        worth, seconds = self._worth.table, self._forward_seconds.of(requests)
-        known = self._worth.whole_trees >= FIRST_TREES
-        if not known or worth is None or self._cost is None or seconds is None:
-            return DraftingChoice(self._most, self.sizes[-1])
+    def _choose(self, requests: int) -> Chosen:
+        cost = self._cost
+        if cost is None:
+            return Chosen(self._most, self.sizes[-1])
         # A choice looks no further: a kernel that is faster with more rows has up to twice as many.
         most = 2 * requests * (1 + self.sizes[-1])
-        curve = self._cost.seconds(most, self._context, optimism(self._lookups))
-        given = (requests, curve, seconds)
-        best = best_drafting(worth, *given, self.sizes, range(self._fewest, 1 + self._most))
-        if self._lookups % FURTHER_EVERY:
-            return best
-        further = min(self._most, 2 * best.forwards + 2)
-        some = 1 if self.sizes[0] == 0 else 0
-        return best_drafting(
-            worth[:, some:], *given, self.sizes[some:], range(further, further + 1)
-        )
+
+        def curve(optimism: float) -> np.ndarray:
+            return cost.seconds(most, self._context, optimism)
+
+        forward = self._forward_seconds.of(requests)
+        return self._choice.choose(requests, curve, forward, self._fewest)
 
     def measured(self, cost: RowCost, fewest_forwards: int = 0) -> None:
         """Use the costs that were measured at start-up, and the fewest forwards of a step."""
@@ -81,7 +69,7 @@ class NodeBuckets:
         """
         now, before = time.perf_counter(), self._came
         if counts.replaced:  # The worth of trees is another with other weights.
-            self._worth = TreeWorth(self._most)
+            self._choice = LearnedChoice(self._most, self.sizes)
         for of_step in counts.drafted:
             self._forward_seconds.observe(*of_step)
         # After a step with prompts, the time to the next output is not that of decoding.
@@ -89,18 +77,17 @@ class NodeBuckets:
         self._came = now if decoding else None
         if not decoding:
             return None
-        self._context = counts.context
+        self._context, requests = counts.context, len(counts.decoding)
         if counts.worth and counts.verified and counts.growth_forwards is not None:
             known = len(counts.worth) if counts.ended_early else counts.growth_forwards + 1
-            seen = np.asarray(counts.worth)[:known]
-            self._worth.observe(seen, len(counts.decoding))
-        forward = self._forward_seconds.of(len(counts.decoding))
-        if self._cost is None or before is None or forward is None:
+            self._choice.observe(np.asarray(counts.worth)[:known], requests)
+        if self._cost is None or before is None:
             return None
         # Asynchronously, the trees of a step are drafted after the output of the one before.
         forwards = 1 + (counts.growth_forwards or 0)
         if self._synchronous:
             forwards = counts.draft_forwards
-        spent = max(now - before - forward * forwards, 1e-6)
-        expected = self._cost.observe(rows, spent, self._context) + forward * forwards
-        return StepSeconds(expected, now - before)
+        drafted = forwards * self._forward_seconds.of(requests)
+        spent = max(now - before - drafted, 1e-6)
+        expected = self._cost.observe(rows, spent, self._context) + drafted
+        return StepSeconds(expected, now - before, self._choice.take_lost())

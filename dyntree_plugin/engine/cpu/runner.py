@@ -51,8 +51,8 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
 
     def make_ops(self) -> TreeOps:
         if sizes_single_trees(self.vllm_config, "cpu"):
-            trees = self.plan.further_forwards if self.plan.drawn_trees else None
-            self._budget = TreeBudget(self.plan.chain_depth, trees=trees)
+            forwards = self.plan.further_forwards
+            self._budget = TreeBudget(forwards, drawn_trees=self.plan.drawn_trees)
         nodes = self.num_speculative_steps
         self._node_limits = torch.full((self.max_num_reqs,), nodes, dtype=torch.int64)
         return CPUOps(self._budget)

@@ -4,8 +4,8 @@ A step is expected to emit one token per request and the sum of its nodes' value
 along the accepted path). Its time grows with its rows. The best choice makes the most tokens per
 second.
 
-`best_drafting` chooses one size for all trees of a step, before any of them is grown. `best_cut`
-and `frontier_gain` choose after the trees exist. OPT-Tree (arXiv 2406.17276) cuts one tree in this
+`drafting_rates` tells of every choice before a tree is grown. `best_cut` and `frontier_gain` choose
+when trees exist. OPT-Tree (arXiv 2406.17276) cuts one tree in this
 way; here the trees of a batch compete for rows.
 
 A tree's nodes are in the order of their values, so its first n nodes are its best tree of n.
@@ -16,7 +16,7 @@ change. It is biased for rules that read draws, since a node's value depends on 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -34,27 +34,15 @@ def node_buckets(node_budget: int, *, fill_tiles: bool = False) -> tuple[int, ..
     return (0, *(size for size in sizes if size < node_budget), node_budget)
 
 
-@dataclass(frozen=True)
-class DraftingChoice:
-    """Draft ``forwards`` after the catch-up, and ``nodes`` that each tree verifies.
-
-    ``rate``: the tokens per second that are expected.
-    """
-
-    forwards: int
-    nodes: int
-    rate: float = field(default=0.0, compare=False)
-
-
-def best_drafting(
+def drafting_rates(
     worth: np.ndarray,
     requests: int,
     row_seconds: np.ndarray,
     forward_seconds: float,
     sizes: Sequence[int],
-    forwards: range | None = None,
-) -> DraftingChoice:
-    """Return the choice that makes the most tokens per second; of equals, the fewest forwards.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens per second of a step by its draft forwards and the nodes of each tree, and
+    its seconds, both [F + 1, sizes].
 
     Args:
         worth: [F + 1, sizes], mean tokens that trees of a size add, by their draft forwards.
@@ -62,17 +50,13 @@ def best_drafting(
         row_seconds: seconds of a step without drafting, by its rows, up to the most rows that a
             step holds. More rows take several steps.
         forward_seconds: seconds of one draft forward. The catch-up is one more.
-        sizes: nodes of a tree to choose from.
-        forwards: numbers of forwards to choose from, in steps of 1; None for all.
+        sizes: nodes of a tree.
     """
-    first, end = (0, len(worth)) if forwards is None else (forwards.start, forwards.stop)
     rows = requests * (1 + np.array(sizes))
     held = np.minimum(rows, len(row_seconds) - 1)
     verifying = row_seconds[held] * rows / held
-    drafting = forward_seconds * np.arange(1 + first, 1 + end)
-    rates = (1 + worth[first:end]) / (verifying + drafting[:, None])
-    best, size = divmod(int(rates.argmax()), len(sizes))
-    return DraftingChoice(first + best, sizes[size], requests * float(rates[best, size]))
+    seconds = verifying + forward_seconds * np.arange(1, 1 + len(worth))[:, None]
+    return requests * (1 + worth) / seconds, seconds
 
 
 @dataclass(frozen=True)
@@ -97,7 +81,6 @@ def best_cut(
     row_seconds: np.ndarray,
     spent: float,
     rate: float | None = None,
-    beside: float = 0.0,
 ) -> Cut:
     """Return the cut of R trees that makes the most tokens per second; of equals, the smallest.
 
@@ -113,7 +96,6 @@ def best_cut(
             step holds, which is at least R.
         spent: seconds of the rest of the step, its drafting included.
         rate: average tokens per second of recent steps.
-        beside: tokens that the step emits whatever the cut.
 
     Raises:
         ValueError: if values rise, or ``row_seconds`` is too short or not positive.
@@ -127,7 +109,7 @@ def best_cut(
     flat = values.ravel()
     # A stable sort keeps the order of equal values within a request.
     order = np.argsort(-flat, kind="stable")[: min(np.count_nonzero(flat), room)]
-    tokens = beside + requests + np.concatenate([[0.0], np.cumsum(flat[order], dtype=np.float64)])
+    tokens = requests + np.concatenate([[0.0], np.cumsum(flat[order], dtype=np.float64)])
     seconds = spent + row_seconds[requests : requests + len(tokens)]
     if not (seconds > 0).all():
         raise ValueError("a step must take some time")

@@ -25,18 +25,20 @@ KEPT = 1 - 1 / 500
 OUTLIER = 3.0
 """An observation counts as this many standard deviations at most: an interrupted step moves the
 estimate little, and one of rows that nobody knows moves it far."""
-TRIED_EVERY = 8
-"""Once in this many steps, costs count as `OPTIMISM` standard deviations less, to try rows."""
-OPTIMISM = 2.0
 FINE = 1.08
 """Ratio of the numbers of rows between which the correction is constant, from 13 rows on."""
 
 
 class StepSeconds(NamedTuple):
-    """The seconds of a step as an adaptive budget ``expected`` them, and as ``measured``."""
+    """The seconds of a step as an adaptive budget ``expected`` them, and as ``measured``.
+
+    ``trying``: how much longer they were expected to be than those of the best choice for as many
+    tokens, to try numbers of rows and of forwards.
+    """
 
     expected: float
     measured: float
+    trying: float = 0.0
 
 
 class RowCost:
@@ -120,11 +122,6 @@ class RowCost:
             variance = np.diag(self._covariance)[self._place[:end]]
             least *= np.exp(-optimism * np.sqrt(variance - variance.min()))
         return least
-
-
-def optimism(step: int) -> float:
-    """Return the standard deviations by which rows count as cheaper in this step; mostly 0."""
-    return OPTIMISM if step % TRIED_EVERY == TRIED_EVERY - 1 else 0.0
 
 
 def _corrected(most: int) -> np.ndarray:

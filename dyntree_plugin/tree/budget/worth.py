@@ -13,8 +13,8 @@ from dyntree_plugin.tree.budget.row_cost import MEMORY, followed
 
 STEP = 0.1
 """Weight of a step in averages."""
-FIRST_TREES = 16
-"""Trees to draft with the most forwards before their worth decides anything."""
+FIRST_FORWARD_SECONDS = 1e-3
+"""Seconds of a draft forward and its growth, until measured."""
 
 
 def worth_by_forwards(
@@ -83,29 +83,6 @@ class TreeWorth:
         self._age[:drafted] = 0
 
 
-class ForwardShares:
-    """How much of the most that a draft forward could earn its nodes did earn.
-
-    By the size of the batch and the number of the forward in its step. A forward that was never
-    made is thought to earn all.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int], float] = {}
-
-    def of(self, requests: int, number: int) -> float:
-        return self._known.get((requests.bit_length(), number), 1.0)
-
-    def observe(self, requests: int, bounds: Sequence[float], earned: Sequence[float]) -> None:
-        """Learn from a step's forwards: the ``bounds`` of `frontier_gain`, and what was earned."""
-        for number, (bound, gain) in enumerate(zip(bounds, earned, strict=True)):
-            if bound > 0:
-                old = self._known.get((requests.bit_length(), number))
-                share = min(gain / bound, 1.0)
-                new = share if old is None else old + STEP * (share - old)
-                self._known[requests.bit_length(), number] = new
-
-
 class ForwardSeconds:
     """The seconds of a draft forward and the growth after it, by the size of the batch."""
 
@@ -121,7 +98,7 @@ class ForwardSeconds:
         memory = min(1.0 + times, MEMORY)
         self._known[kind] = followed(average, each, memory), times + 1
 
-    def of(self, requests: int) -> float | None:
-        """Return the seconds of the most similar batches, or None before any was observed."""
+    def of(self, requests: int) -> float:
+        """Return the seconds of the most similar batches."""
         nearest = min(self._known, key=lambda kind: abs(kind - requests.bit_length()), default=None)
-        return None if nearest is None else self._known[nearest][0]
+        return FIRST_FORWARD_SECONDS if nearest is None else self._known[nearest][0]

@@ -28,7 +28,8 @@ from dyntree_plugin.engine.step.requests import COLUMNS, Requests
 from dyntree_plugin.engine.step.sampled_walk import SampledWalk
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.engine.step.verify import TreeVerifier
-from dyntree_plugin.tree.budget.chains import Prices, level_counts, valued_counts
+from dyntree_plugin.tree.budget.choice import frontier_gain
+from dyntree_plugin.tree.budget.drawn import valued_counts
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.shape import TreeShape
@@ -46,8 +47,8 @@ PLAN = TreePlan(
 )
 TREES = replace(PLAN, shape=TreeShape(node_budget=5, max_depth=3, width=2, children=2))
 SURELY_BIASED, UNSUSPICIOUS = 1e-6, 0.01
-PRICES = Prices(row_seconds=0.2 * np.arange(8), forward=0.0, rate=1.0, ratio=0.5)
-"""A chain ends at a token of less chance than 0.2, and two chains after five tokens."""
+LEAST = np.full(5, 0.2)
+"""Two trees or chains end at a node of less value, and after five nodes."""
 
 
 def logits(seed: int) -> torch.Tensor:
@@ -71,7 +72,6 @@ class Engine:
     peeks: bool = False
     kept: int = VOCABULARY
     plan: TreePlan = PLAN
-    cut: ClassVar[Any] = partial(level_counts, rows=2, prices=PRICES)
     chains: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -132,6 +132,14 @@ class Engine:
         walked = self.walk(self._requests(room), sampled, processed)
         return walked.tokens, walked.emitted.long()
 
+    @staticmethod
+    def cut(chances: np.ndarray) -> np.ndarray:
+        """Return how many tokens of chains are verified if drafting also ends by their values."""
+        drafted = 1
+        while drafted < DEPTH and frontier_gain(0.8 * chances[:, drafted - 1], 0.2) > 0.2:
+            drafted += 1
+        return valued_counts(chances[:, :drafted], LEAST)
+
     def walk(self, requests: Requests, sampled: torch.Tensor, processed: torch.Tensor) -> Walked:
         buffers, shape = self.buffers, self.plan.shape
         arrays = (sampled, buffers.input_ids, buffers.positions, buffers.seq_lens, None)
@@ -175,7 +183,7 @@ class Trees(Engine):
     """As `Engine`, with drawn trees."""
 
     plan: TreePlan = TREES
-    cut: ClassVar[Any] = partial(valued_counts, least=np.full(5, 0.2))
+    cut: ClassVar[Any] = staticmethod(partial(valued_counts, least=LEAST))
     chains: ClassVar[bool] = False
 
 

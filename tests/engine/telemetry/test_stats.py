@@ -176,11 +176,13 @@ def test_the_seconds_of_a_step_that_come_later_are_those_of_its_own_tokens() -> 
     scheduler = Counting()
     first = scheduler.step(worker_counts([5, 3], [3, 3], [0, 0]), {"a": 3, "b": 1})
     late = [(0.0, 0.0), (0.5, 0.25)]
-    counts = worker_counts([5, 3], [3, 3], [0, 0], compared=late, budgeted=StepSeconds(0.25, 0.5))
+    counts = worker_counts(
+        [5, 3], [3, 3], [0, 0], compared=late, budgeted=StepSeconds(0.25, 0.5, 0.005)
+    )
     second = scheduler.step(counts, {"a": 0, "b": 1})
     assert first.compared == first.budgeted == {}
     assert second.compared == {"tree": 0.5, "plain": 0.25 * 3}
-    assert second.budgeted == {"expected": 0.25, "measured": 0.5}
+    assert second.budgeted == {"expected": 0.25, "measured": 0.5, "trying": 0.005}
 
 
 def test_a_requests_metrics_leave_out_steps_that_verified_nothing() -> None:

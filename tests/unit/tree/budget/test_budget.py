@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dyntree_plugin.tree.budget.choice import DraftingChoice, best_drafting
+from dyntree_plugin.tree.budget.choice import drafting_rates
 from dyntree_plugin.tree.budget.plain_steps import LevelAndTilt
 from dyntree_plugin.tree.budget.row_cost import MEMORY, RowCost, followed
-from dyntree_plugin.tree.budget.worth import ForwardShares, worth_by_forwards
+from dyntree_plugin.tree.budget.worth import worth_by_forwards
 
 STEPS = st.lists(st.floats(0, 0.5), min_size=20, max_size=20)
 """How much each further row adds to a step's seconds."""
@@ -29,23 +29,19 @@ WORTHS = st.lists(st.lists(st.floats(0, 8), min_size=4, max_size=4), min_size=1,
 
 @settings(deadline=None)
 @given(WORTHS, STEPS.map(curve), st.floats(0, 2), st.integers(1, 4))
-def test_no_other_number_of_forwards_and_nodes_makes_more_tokens_per_second(
+def test_forwards_and_nodes_make_their_tokens_in_the_seconds_of_their_rows(
     worth: np.ndarray, seconds: np.ndarray, forward: float, requests: int
 ) -> None:
     sizes = (0, 1, 2, 4)
-    worth[:, 0] = 0.0
-
-    def rate_of(choice: DraftingChoice) -> float:
-        rows = requests * (1 + choice.nodes)
-        held = min(rows, len(seconds) - 1)
-        took = seconds[held] * rows / held + forward * (1 + choice.forwards)
-        return float((1 + worth[choice.forwards, sizes.index(choice.nodes)]) / took)
-
-    every = range(len(worth))
-    for allowed in (None, every[-1:]):
-        found = best_drafting(worth, requests, seconds, forward, sizes, allowed)
-        choices = [DraftingChoice(f, n) for f in allowed or every for n in sizes]
-        assert rate_of(found) == pytest.approx(max(map(rate_of, choices)))
+    rates, taken = drafting_rates(worth, requests, seconds, forward, sizes)
+    for forwards in range(len(worth)):
+        for at, nodes in enumerate(sizes):
+            rows = requests * (1 + nodes)
+            held = min(rows, len(seconds) - 1)
+            took = seconds[held] * rows / held + forward * (1 + forwards)
+            assert taken[forwards, at] == pytest.approx(took)
+            made = requests * (1 + worth[forwards, at])
+            assert rates[forwards, at] == pytest.approx(made / took)
 
 
 ROWS = (1, 2, 4, 8)
@@ -160,16 +156,6 @@ def test_a_measurement_that_was_disturbed_does_not_make_its_neighbours_cheap() -
         faster.observe(8, 1.0)
     assert disturbed.seconds()[1] == pytest.approx(1.0, rel=0.01)
     assert faster.seconds()[1] < 0.7
-
-
-def test_the_share_that_forwards_earned_is_learned_by_their_number() -> None:
-    shares = ForwardShares()
-    assert shares.of(4, 0) == 1.0
-    shares.observe(4, [2.0, 1.0, 0.0], [1.0, 3.0, 0.0])
-    assert [shares.of(4, number) for number in range(4)] == [0.5, 1.0, 1.0, 1.0]
-    assert shares.of(1, 0) == 1.0
-    shares.observe(5, [1.0], [0.0])
-    assert shares.of(4, 0) == pytest.approx(0.45)
 
 
 @settings(deadline=None)
