@@ -101,11 +101,15 @@ class TreeBudget:
         verified[fixed] = valued_counts(chances[fixed], least)
         # Other trees compete for the rows that drawn ones leave.
         others, taken = chances[~fixed], int(verified.sum() + fixed.sum())
-        spent = self._forward_seconds.of(requests) * (1 + chosen.forwards)
+        spent = self._forward_seconds.of(requests) * (1 + self._made)
         kept = best_cut(others, curve[taken:], spent, chosen.rate).counts
         if chosen.tries:
             kept = np.maximum(kept, others[:, 0] > 0)
         verified[~fixed] = kept
+        if not (chosen.tries or chosen.optimism):
+            kept_values = chances[np.arange(nodes) < verified[:, None]]
+            rows = requests + len(kept_values)
+            self._choice.expect(requests, requests + kept_values.sum(), curve[rows] + spent)
         # A block draft makes one forward, whatever growth expands.
         needed = forwards.numpy()[decoding] * (self._most > 0)  # sync: host memory on the CPU
         self._choice.observe(batch_worth(chances, needed, self._made), requests)

@@ -19,7 +19,7 @@ import numpy as np
 
 from dyntree_plugin.tree.budget.choice import drafting_rates
 from dyntree_plugin.tree.budget.drawn import least_values
-from dyntree_plugin.tree.budget.worth import TreeWorth
+from dyntree_plugin.tree.budget.worth import STEP, TreeWorth
 
 FIRST_TREES = 4
 """Trees to draft with the most forwards before their worth decides about forwards."""
@@ -27,14 +27,14 @@ SHARE = 0.01
 """Most of all time that trying may be expected to cost."""
 AT_FIRST = 1.0
 """Steps whose time is saved up at first, when little is known."""
-OF_ROWS = 0.75
-"""Part of it for rows. What forwards cost must not use up what a dear number of rows waits for."""
+OF_ROWS = 0.5
+"""Part of them for rows. Forwards must not use up what a dear number of rows waits for."""
 TRIED_EVERY = 8
 """Rows are tried once in so many choices at most, and so are forwards."""
 OPTIMISM = 2.0
 """Standard deviations by which the seconds of rows count as less where rows are tried."""
 FURTHER = 2
-"""Twice the best number of forwards and so many are tried."""
+"""So many forwards beyond the best number and beyond twice that are tried, in turns."""
 
 Curve = Callable[[float], np.ndarray]
 """Seconds of a step without drafting by its rows, at an optimism; see `RowCost.seconds`."""
@@ -82,6 +82,8 @@ class LearnedChoice:
         self._most = forwards
         self._sizes = sizes
         self._worth: dict[int, TreeWorth] = {}
+        # Mean tokens of a request and seconds of a step.
+        self._usual: dict[int, np.ndarray] = {}
         self._choices = 0
         self._saved: np.ndarray | None = None  # for rows, and for forwards
 
@@ -103,15 +105,15 @@ class LearnedChoice:
         earlier = AT_FIRST * took * parts if self._saved is None else self._saved
         self._saved = np.minimum(earlier + SHARE * took * parts, took)
         hopes, optimism, tries = rates, 0.0, False
+        turn = self._choices // TRIED_EVERY % 2
         if self._choices % TRIED_EVERY == 0:
             optimism = OPTIMISM
             hopes, _ = drafting_rates(table, requests, curve(optimism), forward, sizes)
             hopes[hopes <= rate] = 0.0
-            # More rows and fewer take turns, or one side would be tried as long as it is hoped for.
-            fewer = self._choices % (2 * TRIED_EVERY) > 0
-            hopes[:, best[1] if fewer else 0 : None if fewer else 1 + best[1]] = 0.0
+            # Fewer rows and more take turns, or one side would be tried as long as it is hoped for.
+            hopes[:, best[1] if turn else 0 : None if turn else 1 + best[1]] = 0.0
         elif self._choices % TRIED_EVERY == TRIED_EVERY // 2:
-            tries, further = True, min(self._most, 2 * best[0] + FURTHER)
+            tries, further = True, min(self._most, (1 + turn) * best[0] + FURTHER)
             hopes = np.where(np.arange(len(rates))[:, None] == further, rates, 0.0)
             hopes[:, : int(sizes[0] == 0)] = 0.0
         # The most promising of what can be saved up for is tried once it can be afforded.
@@ -124,6 +126,8 @@ class LearnedChoice:
         self.lost += float(losses[tried])
         forwards, size = tried
         values, nodes = np.diff(table[forwards]), sizes[size]
+        if (usual := self._usual.get(requests.bit_length())) is not None:
+            rate = requests * float(usual[0] / usual[1])
         row = rate * _next_row_seconds(requests * (1 + nodes), curve(optimism))
         if size and nodes:
             row = min(row, float(values[size - 1]))
@@ -132,6 +136,13 @@ class LearnedChoice:
     def observe(self, seen: np.ndarray, requests: int) -> None:
         """Learn from a step's trees; ``seen``: as in `TreeWorth.observe`."""
         self._of(requests).observe(seen, requests)
+
+    def expect(self, requests: int, tokens: float, seconds: float) -> None:
+        """Learn what a step's time is worth where the trees themselves refine what is verified:
+        the step of ``requests`` is expected to emit ``tokens`` in ``seconds``."""
+        kind, seen = requests.bit_length(), np.array([tokens / requests, seconds])
+        usual = self._usual.get(kind, seen)
+        self._usual[kind] = usual + STEP * (seen - usual)
 
     def take_lost(self) -> float:
         """Return ``lost``, and begin again."""
