@@ -38,6 +38,8 @@ class TreeStage(AdapterRows):
     """
 
     trees: PlacedTrees
+    lone_roots = False
+    """As in `place_nodes`."""
 
     def make_ops(self) -> TreeOps:
         """Make what the platform brings to a step."""
@@ -139,8 +141,8 @@ class TreeStage(AdapterRows):
         if batch.num_draft_tokens:
             self.clock.start("place")
             of_rows = batch.positions.clone() if self._uses_mrope else None
-            same_bits = self.plan.same_bits
-            self.step.mask = place_nodes(batch, self.place_rows, same_bits=same_bits)
+            of_engine = {"same_bits": self.plan.same_bits, "lone_roots": self.lone_roots}
+            self.step.mask = place_nodes(batch, self.place_rows, **of_engine)
             self.step.shift = None if of_rows is None else batch.positions - of_rows
 
     def place_rows(

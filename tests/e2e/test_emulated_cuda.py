@@ -84,12 +84,23 @@ NOISY = _short(
     *(ask(n, "full", max_tokens=9, ignore_eos=True, temperature=1.5) for n in range(40, 46))
 )
 """Requests of which the head guesses some tokens, since it knows the noise."""
+DIFFERENT = _short(
+    *(
+        ask(n, "full", max_tokens=8, ignore_eos=True, extra_args={"dyntree_nodes": nodes})
+        for n, nodes in zip(range(24, 28), (NODES, 5, 6, 0), strict=True)
+    )
+)
+"""Four requests whose trees differ in size; the last one has none."""
 CONTROLS = ("tree_moves", "placing_rests", "stale_masks", "padding_is_alive", "without_kv_move")
 RUNS = {
     "mixed": Run(MIXED),
     "three": Run(BROKEN),
     "copies": Run(COPIES * 2, batch=3),
     **{name: Run(BROKEN, sabotage=name) for name in CONTROLS},
+    "different": Run(DIFFERENT),
+    "rows_of_another": Run(DIFFERENT, sabotage="rows_of_another"),
+    # Tokens stay, so that it is not among those that change them.
+    "one size": Run(DIFFERENT, sabotage="graphs_of_one_size"),
 }
 OF_CASCADE = {
     **{name: RUNS[name] for name in ("mixed", "three")},
@@ -139,7 +150,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Served:
         for changed in (True, False)
     }
     head = make_head(tmp_path_factory.mktemp("headed"))
-    every = Run([*MIXED, *BROKEN, *COPIES, *NOISY])
+    every = Run([*MIXED, *BROKEN, *DIFFERENT, *COPIES, *NOISY])
 
     @cache
     def plain(target: str) -> Outputs:
@@ -210,7 +221,7 @@ def test_the_tokens_are_those_without_trees(budget: str, name: str, runs: Served
             (budget, name)
             for budget in ("fixed", "cascade")
             for name, run in EMULATED[budget].items()
-            if run.sabotage is not None
+            if run.sabotage is not None and name != "one size"
         ],
         SLOW_ENGINES,
     ),
@@ -307,6 +318,16 @@ def test_a_decode_step_launches_no_kernel_outside_of_graphs_and_replays_few(
     # The catch-up, all forwards, and the finish. The prompts have no graph of a catch-up, and the
     # last step grows no tree.
     assert found.replays["drafting"] == 3 * verified
+
+
+def test_trees_of_different_sizes_share_a_graph(runs: Served) -> None:
+    found, alone = (runs.emulated("fixed")[name] for name in ("different", "one size"))
+    assert found.launches == {}
+    # Every step with a tree: the walk, and what is learned.
+    assert found.replays["target"] == found.replays["verification"] / 2 > 1
+    assert alone.launches["_tree_attention"] > 0
+    assert alone.replays.get("target", 0) < found.replays["target"] / 2
+    assert mismatches(EMULATED["fixed"]["one size"], alone.result, runs.plain("fixed")) == []
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
@@ -53,7 +53,7 @@ class TreeMetadataBuilder:
 
     A graph of a uniform batch, in which all requests have the same number of rows, holds the
     kernel of trees only. That kernel reads its masks from this builder's buffers, and every
-    `build` for such a batch fills them.
+    `build` for such a batch fills them. It serves decodes of fewer rows, too.
     """
 
     takes_tree_mask = True
@@ -69,6 +69,17 @@ class TreeMetadataBuilder:
         stock: Any = super()
         support: AttentionCGSupport = stock.get_cudagraph_support(vllm_config, kv_cache_spec)
         return support
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(
+        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+    ) -> int | None:
+        """Return the rows of the largest tree: kernels read on the device whose rows are whose."""
+        plan, stock = tree_plan(vllm_config), cast(Any, super())
+        if plan is not None:
+            return plan.shape.node_budget + 1
+        bound: int | None = stock.get_varlen_cudagraph_max_query_len(vllm_config, kv_cache_spec)
+        return bound
 
     def __init__(
         self,
@@ -136,9 +147,10 @@ class TreeMetadataBuilder:
             return self.build_stock(common, fast_build)
         ctx_lens, bits = _filled(buffers, common, tree_mask, chains=not images)
         shape = common.num_reqs, common.num_actual_tokens
-        for_graph = shape in self._captured and self._is_graph_shaped(common)
+        of_graph = common.num_actual_tokens // common.num_reqs
+        for_graph = shape in self._captured and common.max_query_len <= of_graph
         # Each number of rows may need a separate kernel; graphs compile theirs at capture.
-        most = common.max_query_len if for_graph else buffers.columns
+        most = of_graph if for_graph else buffers.columns
         rows = _rows(common, ctx_lens, bits, most, for_graph)
         if common.max_query_len <= buffers.columns and not images:
             return TreeAttentionMetadata(self._kernel.plan(rows), None)

@@ -106,6 +106,13 @@ class LatentTreeBuilder:
         # Numbers of requests and rows for which graphs were captured.
         self._captured: set[tuple[int, int]] = set()
 
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
+        """Return the rows of the largest tree: the kernel reads on the device whose rows are
+        whose."""
+        plan = tree_plan(vllm_config)
+        return None if plan is None else plan.shape.node_budget + 1
+
     def attend(self, rows: AttentionRows) -> Attend:
         """Plan a step for all layers."""
         raise NotImplementedError

@@ -171,6 +171,10 @@ class SparseTreeBuilder:
     kv_cache_spec: Any
     topk_tokens: int
 
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, *_: Any) -> None:
+        """Return None: trees of different sizes were not compared in a graph."""
+
     def build(
         self,
         common_prefix_len: int,

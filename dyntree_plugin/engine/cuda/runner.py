@@ -10,6 +10,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, graph_capture
 from vllm.logger import init_logger
+from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.states import RequestState
@@ -21,7 +22,12 @@ from dyntree_plugin.engine.cuda.captured import MOST_REQUESTS, CapturedDrafting,
 from dyntree_plugin.engine.cuda.graph_memory import GraphMemory
 from dyntree_plugin.engine.cuda.graphs import Record
 from dyntree_plugin.engine.cuda.ops import CUDAOps
-from dyntree_plugin.engine.cuda.target_graphs import offer_larger, thin_out
+from dyntree_plugin.engine.cuda.target_graphs import (
+    offer_larger,
+    rows_of_largest,
+    thin_out,
+    tree_rows,
+)
 from dyntree_plugin.engine.cuda.transfer import StreamSend
 from dyntree_plugin.engine.drafts.look_up import MOST_TEXT_BYTES, move_texts_to_device
 from dyntree_plugin.engine.earlier_stage import EarlierStage
@@ -41,6 +47,8 @@ class GPUStage(TreeStage):
     """What CUDA adds to every stage of a pipeline."""
 
     ops: CUDAOps
+    _tree_rows: tuple[int, ...] = ()
+    """Rows of a request in the target's graphs that serve batches of different trees."""
 
     def make_ops(self) -> TreeOps:
         # The main stream is the one that is current when it is first asked for.
@@ -65,10 +73,23 @@ class GPUStage(TreeStage):
         super().initialize_kv_cache(*args, **kwargs)
         thin_out(self.cudagraph_manager)
         offer_larger(self.cudagraph_manager)
-        every = (group for groups in self.attn_groups for group in groups)
+        every = [group for groups in self.attn_groups for group in groups]
+        of_target = {name for group in every for name in group.layer_names} - self._draft_layers
+        given = self.vllm_config, self.decode_query_len, of_target
+        self.lone_roots = not get_varlen_cudagraph_unsupported_backend(self.attn_groups, *given)
+        # Data-parallel ranks must take graphs of the same size, and know each other's rows alone.
+        any_mix = self.lone_roots and self.dp_size == 1
+        self._tree_rows = tree_rows(self.cudagraph_manager) if any_mix else ()
         builders: list[Any] = [group.get_metadata_builder(0) for group in every]
         # Sparse latent attention needs no mask; its indexer has one.
         self.ops.masks = shared(each for each in builders if hasattr(each, "masks"))
+
+    def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> tuple[Any, int | None]:
+        """Give a batch of decodes with trees of different sizes a graph of the largest."""
+        state, rows = super().gather_batch_req_state(*args, **kwargs)
+        if rows is None and state is not None and not state.has_prefill:
+            rows = rows_of_largest(state.num_scheduled_tokens, self._tree_rows)
+        return state, rows
 
 
 class EarlierGPUStage(GPUStage, EarlierStage):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from vllm.config.compilation import CUDAGraphMode
 
 WIDEST = 2
@@ -46,18 +47,17 @@ def _needless(descs: list[Any], size: int) -> Iterator[Any]:
 
 
 def offer_larger(manager: Any) -> None:
-    """Let a uniform batch be padded to any graph of its tree size, not to the next alone.
+    """Let a batch of trees be padded to any graph of its tree size, not to the next alone.
 
     vLLM's ``CudaGraphManager`` offers a batch the graphs of the next larger number of rows. Where
-    there are graphs of several tree sizes, those are often of another, and the batch would run
-    without a graph. Call it when the manager is made.
+    there are graphs of several tree sizes, those are often of another, and those of a batch of
+    different trees may have too few requests. It would run without a graph. Call it when the
+    manager is made.
     """
     graphs = {desc for offered in manager._candidates.values() for desc in offered}
     uniform = sorted(
         (desc for desc in graphs if desc.uniform_token_count), key=lambda desc: desc.num_tokens
     )
-    if len({desc.uniform_token_count for desc in uniform}) < 2:
-        return
     for (rows, loras), offered in manager._candidates.items():
         larger = [
             desc
@@ -67,3 +67,21 @@ def offer_larger(manager: Any) -> None:
         # What is offered already and fits comes first among equals: FULL graphs, then piecewise.
         rest = [desc for desc in offered if desc not in larger]
         manager._candidates[rows, loras] = [*larger, *rest]
+
+
+def tree_rows(manager: Any) -> tuple[int, ...]:
+    """Return how many rows of a request full graphs of trees have, ascending."""
+    graphs = manager._capture_descs.get(CUDAGraphMode.FULL, [])
+    return tuple(sorted({d.uniform_token_count for d in graphs if d.uniform_token_count} - {1}))
+
+
+def rows_of_largest(rows: np.ndarray, sizes: Sequence[int]) -> int | None:
+    """Return which of the ``sizes`` serves a batch of decodes of so many ``rows``, int [R] each.
+
+    A graph of a size leaves room for as many rows of every request. None if that is more than
+    `TILE` rows, or than the batch has, or if there is no such size.
+    """
+    size = next((each for each in sizes if each >= rows.max()), None)
+    if size is None or size * len(rows) - rows.sum() > min(TILE, rows.sum()):
+        return None
+    return size

@@ -21,8 +21,13 @@ class PlaceRows(Protocol):
         ...
 
 
-def place_nodes(batch: InputBatch, place_rows: PlaceRows, *, same_bits: bool) -> TreeMask:
-    """Turn the linear positions of a batch with drafts into those of tree nodes; make the mask."""
+def place_nodes(
+    batch: InputBatch, place_rows: PlaceRows, *, same_bits: bool, lone_roots: bool = False
+) -> TreeMask:
+    """Turn the linear positions of a batch with drafts into those of tree nodes; make the mask.
+
+    ``lone_roots``: whether the row of a decode without drafts counts as a tree without nodes.
+    """
     drafts = batch.num_draft_tokens_per_req
     if drafts is None:
         raise RuntimeError("vLLM scheduled drafts without saying whose they are")
@@ -31,7 +36,8 @@ def place_nodes(batch: InputBatch, place_rows: PlaceRows, *, same_bits: bool) ->
         raise RuntimeError("vLLM's batch does not begin with the requests that have drafts")
     requests = batch.num_reqs
     # A request has at least its drafts' rows and one more: none has others if the sums agree.
-    has_plain = drafted < requests or batch.num_tokens != batch.num_draft_tokens + requests
+    has_plain = batch.num_tokens != batch.num_draft_tokens + requests
+    has_plain = has_plain or (drafted < requests and not lone_roots)
     has_plain = has_plain or bool(batch.is_prefilling_np[:requests].any())
     ctx_lens, ancestor_bits = place_rows(batch, all_trees=not has_plain)
     return TreeMask(ctx_lens, ancestor_bits, has_plain, drafted=drafted, same_bits=same_bits)

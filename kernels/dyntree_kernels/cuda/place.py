@@ -12,9 +12,11 @@ import triton.language as tl
 @triton.jit
 def _place_tree(
     slot, count, start, end, prefill_len,
-    POSITIONS, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, nodes, words, ROWS: tl.constexpr,
+    POSITIONS, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, nodes, words, FEWEST: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Place the last ``count`` of the rows from ``start`` to ``end`` of this program's request."""
+    """Place the last ``count`` of the rows from ``start`` to ``end`` of this program's request. A
+    tree has ``FEWEST`` rows at least."""
     request = tl.program_id(0)
     row = tl.arange(0, ROWS)
     inside, at = row < count, end - count + row
@@ -31,14 +33,14 @@ def _place_tree(
             prompt = first + row
             tl.store(BITS + prompt * words + word, 0, mask=prompt < end - count)
     context = tl.load(SEQ_LENS + request) - count
-    is_tree = has_tree & (count > 1) & (end - start == count)
+    is_tree = has_tree & (count >= FEWEST) & (end - start == count)
     tl.store(CTX_LENS + request, tl.where(is_tree, context, -1))
 
 
 @triton.jit
 def _place(
     POSITIONS, SLOTS, LOGITS_BOUNDS, ROWS_BOUNDS, SEQ_LENS, PREFILL_LENS, DEPTHS, ANCESTORS,
-    CTX_LENS, BITS, nodes, words, ROWS: tl.constexpr,
+    CTX_LENS, BITS, nodes, words, FEWEST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
     slot = tl.load(SLOTS + request).to(tl.int64)
@@ -46,7 +48,7 @@ def _place(
     start, end = tl.load(ROWS_BOUNDS + request), tl.load(ROWS_BOUNDS + request + 1)
     _place_tree(
         slot, count, start, end, tl.load(PREFILL_LENS + slot),
-        POSITIONS, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, nodes, words, ROWS,
+        POSITIONS, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, nodes, words, FEWEST, ROWS,
     )  # fmt: skip
 
 
@@ -60,7 +62,7 @@ def _place_packed(
     slot, count, root = tl.load(own), tl.load(own + 2) + 1, tl.load(own + 3)
     _place_tree(
         slot, count, root, root + count, tl.load(own + 4),
-        POSITIONS, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, nodes, words, ROWS,
+        POSITIONS, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, nodes, words, 1, ROWS,
     )  # fmt: skip
 
 
@@ -89,11 +91,12 @@ def place(
         seq_lens: int32 [R], with this step's rows.
         prefill_lens: int32 [S], tokens that the requests had before their first was sampled.
         depths: int64 [S, N], and ancestors: int32 [S, N + 1, words], the trees.
-        room: where the result goes; by default it is allocated.
+        room: where the result goes, if all rows are of trees, also of roots without nodes; by
+            default it is allocated, and a tree has nodes.
 
     Returns:
-        int32 [R], the positions before a request's rows if it has a tree with nodes and all of its
-        rows are the tree's, else -1; ancestor bits int32 [num_rows, words], none in the other rows.
+        int32 [R], the positions before a request's rows if it has a tree and all of its rows are
+        the tree's, else -1; ancestor bits int32 [num_rows, words], none in the other rows.
 
     Raises:
         ValueError: for arrays that are not dense.
@@ -103,11 +106,12 @@ def place(
     if not all(array.is_contiguous() for array in arrays):
         raise ValueError("the arrays of a batch and its trees must be dense")
     requests, (nodes, words) = slots.shape[0], (depths.shape[1], ancestors.shape[2])
+    fewest = 2 if room is None else 1
     if room is None:
         ctx_lens = torch.empty(requests, dtype=torch.int32, device=positions.device)
         room = ctx_lens, torch.empty(num_rows, words, dtype=torch.int32, device=positions.device)
     if requests:
-        _place[(requests,)](*arrays, *room, nodes, words, **_shape(nodes))
+        _place[(requests,)](*arrays, *room, nodes, words, FEWEST=fewest, **_shape(nodes))
     return room
 
 

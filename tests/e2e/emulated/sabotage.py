@@ -54,6 +54,29 @@ def stale_masks(runner: Any) -> Iterator[None]:
         yield
 
 
+def graphs_of_one_size(runner: Any) -> Any:
+    """Give no graph to trees of different sizes. Output must not change."""
+    return mock.patch.object(runner, "_tree_rows", ())
+
+
+@contextmanager
+def rows_of_another(runner: Any) -> Iterator[None]:
+    """Let the target's graphs read the numbers of rows of a batch's requests in reverse order."""
+    manager, starts = runner.cudagraph_manager, runner.input_buffers.query_start_loc
+    stock = manager.run_fullgraph
+
+    def run(desc: Any) -> Any:
+        own, rows = starts.clone(), torch.diff(starts)
+        real = int((rows > 0).sum())
+        starts[1 : 1 + real] = rows[:real].flip(0).cumsum(0)
+        found = stock(desc)
+        starts.copy_(own)
+        return found
+
+    with mock.patch.object(manager, "run_fullgraph", run):
+        yield
+
+
 @contextmanager
 def padding_is_alive(runner: Any) -> Iterator[None]:
     """Let padding rows of a target graph write to the cache, at the first row's place."""

@@ -6,7 +6,7 @@ tests/kernels tests the kernels, and test_mask_buffers tests the buffers.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from dyntree_kernels.features import LayerFeatures
 from dyntree_plugin.engine.attention import cuda_layers
 from dyntree_plugin.engine.attention.kernels import (
     AttentionRows,
-    FlashInferTrees,
     Heads,
     Launch,
     TritonTrees,
@@ -290,6 +289,22 @@ def test_a_graph_finds_the_trees_of_later_steps_where_it_was_captured(
     assert captured.ctx_lens.tolist() == [100, 100]
 
 
+def test_a_graph_serves_decodes_of_different_rows(builder: Builder, kernels: Any) -> None:
+    builder.build_for_cudagraph_capture(common(9, 9, 9))
+    mixed = common(9, 9, 9)
+    mixed.query_start_loc[:] = torch.tensor([0, 6, 7, 7])
+    mixed.max_query_len = 6
+    builder.build(0, mixed, tree_mask=mask([100, -1], 7))
+    captured, rows = kernels[0].planned
+    assert (rows.for_graph, rows.max_rows, rows.num_rows) == (True, 9, 27)
+    # The one without a tree is a chain of one row, and the third is padding.
+    assert captured.ctx_lens.tolist() == [100, 108, -1]
+    longer = common(9, 9, 9)
+    longer.max_query_len = 10
+    builder.build(0, longer, tree_mask=mask([100] * 3, 27))
+    assert [rows.for_graph for rows in kernels[1].planned] == [False]
+
+
 def test_a_batch_that_no_graph_was_captured_for_is_planned_without_one(
     builder: Builder, kernels: Any
 ) -> None:
@@ -327,72 +342,8 @@ def test_the_kernels_geometry_is_one_of_few(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(splits) <= {1, 2, 4, 8, 16, 32}
     assert splits == sorted(splits, reverse=True)
     assert splits[0] > splits[-1] == 1
+    # docs/cuda.md has the programs of a layer that follow for a graph of any mix of trees.
+    assert (triton.splits(1, 64), triton.splits(64, 64)) == (8, 1)
     assert [triton.splits(1, 65, window, 96) for window in (16, 128, 4096)] == [2, 4, splits[0]]
     alone = TritonTrees(Heads(32, 8, 128), 2, 132, one_split=True)
     assert {alone.splits(requests, 65) for requests in (1, 8, 64)} == {1}
-
-
-class NotingAttention:
-    """Replace FlashInfer's attention; note how it was made and planned."""
-
-    made: ClassVar[list[NotingAttention]] = []
-
-    def __init__(self, variant: str, *_: Any, **sizes: Any) -> None:
-        self.sizes = sizes
-        self.planned: list[list[int]] = []
-        self.made.append(self)
-
-    def plan(self, start: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor) -> None:
-        self.planned.append(lengths.tolist())
-
-    def run(
-        self, q: torch.Tensor, kv: torch.Tensor, ctx: Any, bits: Any, out: Any, features: Any
-    ) -> None:
-        out.fill_(len(self.planned))
-
-
-@pytest.fixture
-def flashinfer(monkeypatch: pytest.MonkeyPatch) -> FlashInferTrees:
-    from dyntree_kernels.cuda import flashinfer_attention
-
-    monkeypatch.setattr(flashinfer_attention, "FlashInferTreeAttention", NotingAttention)
-    monkeypatch.setattr(flashinfer_attention, "workspace_bytes", lambda *_: 64)
-    monkeypatch.setattr(NotingAttention, "made", [])
-    variant: Any = "built"
-    return FlashInferTrees(
-        variant, Heads(4, 2, 64), 16, 250, torch.device("cpu"), processors=132, graphs=(2, 18)
-    )
-
-
-def rows_of(*rows: int, context: int, for_graph: bool) -> AttentionRows:
-    own = common(*rows, context=context)
-    mask_of = torch.zeros(len(rows)).int(), torch.zeros(sum(rows), 1).int()
-    return cuda_layers._rows(own, *mask_of, COLUMNS, for_graph)
-
-
-def test_flashinfer_plans_into_buffers_of_their_own_for_every_size_of_graph(
-    flashinfer: FlashInferTrees,
-) -> None:
-    # The plan for batches without a graph exists before any request comes.
-    assert [made.sizes["max_requests"] for made in NotingAttention.made] == [None]
-    for requests in (2, 1, 2, 2):
-        flashinfer.plan(rows_of(*[9] * requests, context=50, for_graph=True))
-    flashinfer.plan(rows_of(9, 5, context=50, for_graph=False))
-    sizes = [(made.sizes["max_requests"], len(made.planned)) for made in NotingAttention.made]
-    assert sizes == [(None, 1), (2, 3), (1, 1)]
-    flashinfer.plan(rows_of(5, 5, context=50, for_graph=True))
-    assert NotingAttention.made[-1].planned == [[55, 55]]
-    # 250 positions are 16 blocks.
-    assert NotingAttention.made[1].sizes["max_blocks"] == 2 * 16
-    assert NotingAttention.made[1].sizes["max_rows"] == 2 * 9
-    (workspace,) = {id(made.sizes["workspace"]) for made in NotingAttention.made}
-    assert workspace
-
-
-def test_flashinfer_refuses_blocks_that_it_was_not_planned_for(flashinfer: FlashInferTrees) -> None:
-    launch = flashinfer.plan(rows_of(9, context=50, for_graph=False))
-    q = torch.zeros(9, 4, 64)
-    launch(q, torch.zeros(8, 2, 16, 128), q, LayerFeatures(1.0))
-    assert q.unique().tolist() == [1.0]
-    with pytest.raises(RuntimeError, match="blocks of 16"):
-        launch(q, torch.zeros(8, 2, 32, 128), q, LayerFeatures(1.0))

@@ -66,9 +66,11 @@ def test_nodes_get_their_depth_and_see_their_ancestors(nodes: int) -> None:
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("nodes", [NODES, 33])
 def test_packed_requests_are_placed_as_others_are(nodes: int, padding: int) -> None:
-    """The last of three requests is in its prompt, as one that vLLM fills up with drafts."""
+    """The third request is in its prompt, as one that vLLM fills up with drafts; the last one has a
+    root alone."""
     depths, ancestors = (array.to(DEVICE) for array in stored(nodes))
-    slots, rows, contexts, prompts = [4, 0, 2], [5, 2, 9], [40, 7, 20], [40, 5, 21]
+    slots, rows = [4, 0, 2, 3], [5, 2, 9, 1]
+    contexts, prompts = [40, 7, 20, 30], [40, 5, 21, 8]
     starts = bounds(rows)[:-1].tolist()
     every = zip(slots, starts, rows, starts, prompts, strict=True)
     packed = [[slot, at, count - 1, root, prompt] for slot, at, count, root, prompt in every]
@@ -79,16 +81,18 @@ def test_packed_requests_are_placed_as_others_are(nodes: int, padding: int) -> N
     seq_lens = (torch.tensor(contexts) + torch.tensor(rows)).int()
     given = positions, torch.tensor(slots), bounds(rows), bounds(rows), seq_lens, prefill_lens
     one, *others = (array.clone().to(DEVICE) for array in given)
-    ctx_lens, bits = place(one, *others, depths, ancestors, num_rows=sum(rows))
+    room = torch.full_like(others[3], 7), ancestors.new_full((sum(rows), ancestors.shape[2]), 7)
+    ctx_lens, bits = place(one, *others, depths, ancestors, sum(rows), room)
 
     other = positions.to(DEVICE)
     lens = torch.cat((seq_lens, seq_lens.new_full((padding,), 9))).to(DEVICE)
-    room = torch.full_like(lens, 7), torch.full_like(bits, 7)
+    packed_room = torch.full_like(lens, 7), torch.full_like(bits, 7)
     requests = torch.tensor(packed).to(DEVICE)
-    place_packed(other, requests, lens, depths, ancestors, room)
+    place_packed(other, requests, lens, depths, ancestors, packed_room)
     assert torch.equal(other, one)
-    assert room[0].tolist() == [*ctx_lens.tolist(), *[-1] * padding] == [40, 7, -1] + [-1] * padding
-    assert torch.equal(room[1], bits)
+    assert ctx_lens.tolist() == [40, 7, -1, 30]
+    assert packed_room[0].tolist() == [40, 7, -1, 30] + [-1] * padding
+    assert torch.equal(packed_room[1], bits)
 
 
 def test_arrays_that_are_not_dense_are_refused() -> None:
