@@ -57,7 +57,7 @@ def builder_of(backend: Any) -> LatentTritonBuilder:
     made: Any = object.__new__(backend.get_builder_cls())
     made.device = torch.device("cpu")
     made.masks, made._captured = MaskBuffers(8, 64, 4, made.device), set()
-    made._kernel = LatentTrees(4, 32, 4, processors=2, one_split=False)
+    made._kernel = made._drafting_kernel = LatentTrees(4, 32, 4, processors=2, one_split=False)
     made._features = LayerFeatures(1.0)
     made.model_config = SimpleNamespace(dtype=torch.float32, get_head_size=lambda: 576)
     made._prefill_backend = SimpleNamespace(prepare_metadata=lambda metadata: None)
