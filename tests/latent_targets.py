@@ -117,7 +117,10 @@ def latent_target(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Pat
     own = {name: weights[name] for name in weights if name.startswith(last)}
     weights |= {name.replace(last, module): each.clone() for name, each in own.items()}
     weights[f"{module}eh_proj.weight"] = torch.randn(size, 2 * size) * size**-0.5
-    for name in ("enorm", "hnorm", "shared_head.norm", "final_layernorm"):
+    norms = ["enorm", "hnorm", "shared_head.norm"]
+    if kind == "hy_v4":
+        norms.append("final_layernorm")
+    for name in norms:
         weights[f"{module}{name}.weight"] = torch.ones(size)
     for name, shared in (
         ("embed_tokens", "model.embed_tokens"),
