@@ -92,9 +92,10 @@ def test_every_engine_is_admitted(suite: dict[str, Ran], tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("part", "at"), [("limits", "6"), ("identity-bf16", "4"), ("kernels", "6")]
+    ("part", "at"), [("limits", "6"), ("identity-bf16", "8"), ("kernels", "6")]
 )
 def test_what_was_measured_is_there_if_a_part_is_killed(part: str, at: str, tmp_path: Path) -> None:
+    # Several engines are compared at once, so the first results are written a little later.
     folder, done = run(part, tmp_path / part, DIES_AT=at, CHECKS="0")
     assert done.returncode != 0
     assert (folder / "out" / results(part)[0]).stat().st_size > 0
