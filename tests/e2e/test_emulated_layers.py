@@ -51,6 +51,8 @@ CACHED = {
     "max_num_batched_tokens": 80,
 }
 """So few blocks preempt requests."""
+LARGE_BLOCKS = {"max_model_len": 256, "max_num_batched_tokens": 320, "num_gpu_blocks_override": 30}
+"""With latent attention beside states, vLLM's blocks have 128 tokens."""
 SMALL_STATES = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 """So that a block has 64 tokens."""
 FP8 = {
@@ -90,6 +92,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": ("module", WITHOUT_CACHE | OF_TEXT, FLOAT32_DELTA_NET),
     "qwen3_5, cached": ("look-up", CACHED | OF_TEXT, WITHOUT_CACHE | FLOAT32_DELTA_NET),
     "bailing_hybrid": ("module", WITHOUT_CACHE, {}),
+    "bailing_hybrid, cached": ("look-up", CACHED | LARGE_BLOCKS, {}),
     "gemma4_text": ("assistant", {}, {}),
     "mimo_v2_flash": ("look-up", {}, {}),
     "mimo_v2_flash with a module": ("module", {}, {}),
@@ -108,25 +111,23 @@ def requests_with(**params: Any) -> list[Request]:
     ]
 
 
-SHORT = Run(requests_with(max_tokens=7))
-CONTINUED = Run(
-    [
-        Request(
-            Random(seed).choices(FEW["allowed_token_ids"], k=tokens),
-            {"temperature": seed % 2, "seed": seed, "max_tokens": 12, **FEW},
-            turns=2,
-        )
-        for seed, tokens in ((0, 21), (17, 24), (22, 23), (12, 55), (13, 56))
-    ],
-    abort_after={0: 3},
-)
-"""Conversations. Blocks of states have 32 or 64 tokens: in the first turn accepted paths pass the
-end of one, which the second turn finds in the prefix cache."""
+def _continued(*tokens: int) -> Run:
+    """Return conversations whose prompts have so many tokens."""
+    ids, answer = FEW["allowed_token_ids"], {"max_tokens": 12, **FEW}
+    requests = []
+    for seed, k in zip((0, 17, 22, 12, 13), tokens, strict=True):
+        params = {"temperature": seed % 2, "seed": seed, **answer}
+        requests.append(Request(Random(seed).choices(ids, k=k), params, turns=2))
+    return Run(requests, abort_after={0: 3})
+
+
 RUNS = {
+    # In the first turn accepted paths pass the end of a block of states, of 32, 64 or 128 tokens,
+    # which the second turn finds in the prefix cache.
+    "cached": _continued(21, 24, 23, 55, 56),
+    "bailing_hybrid, cached": _continued(117, 120, 119, 121, 122),
     "draft": Run(requests_with(max_tokens=30, allowed_token_ids=None)),
-    "look-up": SHORT,
-    "module": SHORT,
-    "EAGLE-3": SHORT,
+    **dict.fromkeys(("look-up", "module", "EAGLE-3"), Run(requests_with(max_tokens=7))),
     "assistant": Run(requests_with(max_tokens=24)),
     "mimo_v2_flash": Run(requests_with(max_tokens=24)),
     "qwen2_5_vl": Run(requests_with(max_tokens=32)),
@@ -134,8 +135,8 @@ RUNS = {
         ("deepseek_v32", "hy_v4"), Run(requests_with(max_tokens=20, allowed_token_ids=[300, 301]))
     ),
 }
-"""By what drafts, or by the target. The draft is the target itself, which guesses tokens of the
-whole vocabulary; the accepted nodes of its trees have others between them."""
+"""By the target's name here or its type, or by what drafts. The draft is the target itself, which
+guesses tokens of the whole vocabulary; the accepted nodes of its trees have others between them."""
 _MOVES, _COMMITS = ("without_kv_move",), ("commit_dropped", "commit_to_a_neighbour")
 _BLOCKS = tuple(each.__name__ for each in sabotage_of_states.OF_BLOCKS)
 CONTROLS = {
@@ -161,9 +162,7 @@ CONTROLS = {
     "mimo_v2_flash with a module": (),
     "mimo_v2_flash with a block": (),
     # In these, no token of the run depends on the state at the end of a path's block.
-    "lfm2, cached": _BLOCKS[1:],
-    "granitemoehybrid, cached": _BLOCKS[1:],
-    "qwen3_5, cached": _BLOCKS[1:],
+    **dict.fromkeys(("lfm2, cached", "granitemoehybrid, cached", "qwen3_5, cached"), _BLOCKS[1:]),
 }
 BROKEN = [(target, name) for target, names in CONTROLS.items() for name in names]
 
@@ -227,7 +226,7 @@ def _engines(name: str, folder: Path) -> Engines:
     sparse = common.items() >= SPARSE.items()
     on_cuda_alone = "kv_cache_dtype" in common or sparse or kind in {*ON_CUDA, *LING}
     common = LIMITS | common | {"model": model}
-    run = CONTINUED if cached else RUNS[kind if kind in RUNS else source]
+    run = next(RUNS[each] for each in (name, *cached, kind, source) if each in RUNS)
     trees = _engine(source, model)
     nodes = trees["speculative_config"]["num_speculative_tokens"]
     sizes = [requests * (nodes + 1) for requests in (1, 2, 4)]
