@@ -17,10 +17,7 @@ from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 
 from dyntree_plugin.engine.attention.by_path import LatentPathTrees
-from dyntree_plugin.engine.attention.kernels import (
-    AttentionRows,
-    LatentTrees,
-)
+from dyntree_plugin.engine.attention.kernels import AttentionRows, LatentTrees
 from dyntree_plugin.engine.attention.latent_layers import (
     Attend,
     LatentTreeBuilder,

@@ -269,17 +269,21 @@ class TreeShortConv(OnCUDA, ShortConvRows, ShortConv):
         return conv.weight.squeeze(1), conv.bias, False
 
 
-class TreeGatedDeltaNet(OnCUDA, DeltaNetRows, QwenGatedDeltaNetAttention):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # vLLM's fused kernel would read the rows of a tree as a chain.
-        self.enable_fused_gdn_spec_decode = False
+class DeltaRule(OnCUDA):
+    """Precedes rows of a gated delta rule, which split what was convolved into q, k and v, and
+    gates into a and b, as `gated_delta_rule` takes them."""
+
+    split: Any
+    split_gates: Any
+    advance_states = staticmethod(advance_delta_rule)
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        return self.conv_dim // self.tp_size, 2 * self.num_v_heads // self.tp_size
+    def decays(self) -> tuple[torch.Tensor, ...]:
+        """Its a_log and dt_bias, or nothing if the gates have log decays."""
+        return ()
 
     def outputs(self, mixed: torch.Tensor) -> torch.Tensor:
+        v: torch.Tensor
         _, _, v = self.split(mixed)
         return v
 
@@ -289,23 +293,37 @@ class TreeGatedDeltaNet(OnCUDA, DeltaNetRows, QwenGatedDeltaNetAttention):
         states: torch.Tensor = self.kv_cache[1]
         return states.transpose(2, 3)
 
-    def in_order(self, metadata: Any, *given: torch.Tensor) -> None:
-        QwenGatedDeltaNetAttention._forward_core(self, *given)
-
     def recur(
         self, trees: RecurrentRows, mixed: torch.Tensor, gates: torch.Tensor, out: torch.Tensor
     ) -> None:
-        (q, k, v), (a, b) = self.split(mixed), gates.chunk(2, dim=1)
-        gated_delta_rule(trees, self.states, q, k, v, a, b, self.A_log, self.dt_bias, out)
-
-    advance_states = staticmethod(advance_delta_rule)
+        (q, k, v), (a, b) = self.split(mixed), self.split_gates(gates)
+        a_log, dt_bias = self.decays or (None, None)
+        gated_delta_rule(trees, self.states, q, k, v, a, b, a_log, dt_bias, out)
 
     def committed(self, mixed: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        (_, k, v), (a, b) = self.split(mixed), gates.chunk(2, dim=1)
-        return k, v, a, b, self.states, self.A_log, self.dt_bias
+        (_, k, v), (a, b) = self.split(mixed), self.split_gates(gates)
+        return k, v, a, b, self.states, *self.decays
 
 
-class TreeKimiDelta(OnCUDA, KimiDeltaRows, BailingMoeV3KimiDeltaAttention):
+class TreeGatedDeltaNet(DeltaRule, DeltaNetRows, QwenGatedDeltaNetAttention):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # vLLM's fused kernel would read the rows of a tree as a chain.
+        self.enable_fused_gdn_spec_decode = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.conv_dim // self.tp_size, 2 * self.num_v_heads // self.tp_size
+
+    @property
+    def decays(self) -> tuple[torch.Tensor, ...]:
+        return self.A_log, self.dt_bias
+
+    def in_order(self, metadata: Any, *given: torch.Tensor) -> None:
+        QwenGatedDeltaNetAttention._forward_core(self, *given)
+
+
+class TreeKimiDelta(DeltaRule, KimiDeltaRows, BailingMoeV3KimiDeltaAttention):
     gate_type = torch.float32  # in which vLLM has the log decays
 
     @property
@@ -315,30 +333,9 @@ class TreeKimiDelta(OnCUDA, KimiDeltaRows, BailingMoeV3KimiDeltaAttention):
 
     @property
     def convolution(self) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+        # A copy for each forward, of kilobytes, follows weights that are replaced.
         each: Any = self.q_conv1d, self.k_conv1d, self.v_conv1d
         return torch.cat([conv.weight for conv in each]).squeeze(1), None, True
 
-    def outputs(self, mixed: torch.Tensor) -> torch.Tensor:
-        _, _, v = self.split(mixed)
-        return v
-
-    @property
-    def states(self) -> torch.Tensor:
-        """The states [slots, H, K, V]; vLLM stores them with V before K."""
-        states: torch.Tensor = self.kv_cache[1]
-        return states.transpose(2, 3)
-
     def in_order(self, metadata: Any, *given: torch.Tensor) -> None:
         BailingMoeV3KimiDeltaAttention._forward(self, *given)
-
-    def recur(
-        self, trees: RecurrentRows, mixed: torch.Tensor, gates: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        (q, k, v), (logs, betas) = self.split(mixed), self.split_gates(gates)
-        gated_delta_rule(trees, self.states, q, k, v, logs, betas, None, None, out)
-
-    advance_states = staticmethod(advance_delta_rule)
-
-    def committed(self, mixed: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        (_, k, v), (logs, betas) = self.split(mixed), self.split_gates(gates)
-        return k, v, logs, betas, self.states

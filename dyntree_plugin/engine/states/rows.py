@@ -214,6 +214,10 @@ class DeltaNetRows(WithStates):
         parts = split([keys, keys, values], dim=1)
         return (part.unflatten(1, (-1, each)) for part, each in zip(parts, sizes, strict=True))
 
+    def split_gates(self, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Split gates [T, 2 * HV] into those of decays and those of betas [T, HV]."""
+        return gates.chunk(2, dim=1)
+
 
 class KimiDeltaRows(WithStates):
     """Precedes vLLM's ``BailingMoeV3KimiDeltaAttention``: Kimi Delta Attention (arXiv 2510.26692),

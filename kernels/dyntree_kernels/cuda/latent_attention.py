@@ -23,11 +23,7 @@ from dyntree_kernels.cuda.attention import (
     nodes_per_tile,
 )
 from dyntree_kernels.cuda.splits import Parts, store_part, tiles_of_a_split
-from dyntree_kernels.cuda.tiles import (
-    accumulate_latent,
-    load_rows,
-    without_what_is_not_finite,
-)
+from dyntree_kernels.cuda.tiles import accumulate_latent, load_rows, without_what_is_not_finite
 from dyntree_kernels.features import LayerFeatures
 
 
