@@ -6,7 +6,7 @@ A chain is a tree, so chains are chosen by the same law.
 
 Now and then a step tries more rows, or more forwards, than seem best, so that a wrong belief mends
 itself. What that is expected to cost is saved up before, as in conservative bandits (Wu et al.,
-arXiv 1602.04282), so it never exceeds `SHARE` of all time.
+arXiv 1602.04282): at first the time of a step, and then `SHARE` of all time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from dyntree_plugin.tree.budget.worth import STEP, TreeWorth
 FIRST_TREES = 4
 """Trees to draft with the most forwards before their worth decides about forwards."""
 SHARE = 0.01
-"""Most of all time that trying may be expected to cost."""
+"""Most of all time that trying may be expected to cost, half of it for rows and half for forwards,
+which must not use up what a dear number of rows waits for."""
 AT_FIRST = 1.0
 """Steps whose time is saved up at first, when little is known."""
-OF_ROWS = 0.5
-"""Part of them for rows. Forwards must not use up what a dear number of rows waits for."""
 TRIED_EVERY = 8
 """Rows are tried once in so many choices at most, and so are forwards."""
 OPTIMISM = 2.0
@@ -85,7 +84,7 @@ class LearnedChoice:
         # Mean tokens of a request and seconds of a step.
         self._usual: dict[int, np.ndarray] = {}
         self._choices = 0
-        self._saved: np.ndarray | None = None  # for rows, and for forwards
+        self._saved = np.zeros(2)  # for rows, and for forwards
 
     def choose(self, requests: int, curve: Curve, forward: float, fewest: int = 0) -> Chosen:
         """Choose for a step of ``requests``; ``forward``: seconds of one of the draft's, of which
@@ -96,22 +95,22 @@ class LearnedChoice:
         table, sizes = known.table, self._sizes or range(known.table.shape[1])
         if known.whole_trees < FIRST_TREES:
             fewest = self._most
-        rates, seconds = drafting_rates(table, requests, curve(0.0), forward, sizes)
+        known_rows = curve(0.0)
+        rates, seconds = drafting_rates(table, requests, known_rows, forward, sizes)
         rates[:fewest] = 0.0
         best = divmod(int(rates.argmax()), len(sizes))
         rate, took = float(rates[best]), float(seconds[best])
         self._choices += 1
-        parts = np.array([OF_ROWS, 1 - OF_ROWS])
-        earlier = AT_FIRST * took * parts if self._saved is None else self._saved
-        self._saved = np.minimum(earlier + SHARE * took * parts, took)
+        share = SHARE + AT_FIRST * (self._choices == 1)
+        self._saved = np.minimum(self._saved + share * took / 2, took)
         hopes, optimism, tries = rates, 0.0, False
         turn = self._choices // TRIED_EVERY % 2
         if self._choices % TRIED_EVERY == 0:
             optimism = OPTIMISM
             hopes, _ = drafting_rates(table, requests, curve(optimism), forward, sizes)
-            hopes[hopes <= rate] = 0.0
             # Fewer rows and more take turns, or one side would be tried as long as it is hoped for.
-            hopes[:, best[1] if turn else 0 : None if turn else 1 + best[1]] = 0.0
+            hopes[:, slice(best[1], None) if turn else slice(1 + best[1])] = 0.0
+            hopes[hopes <= rate] = 0.0
         elif self._choices % TRIED_EVERY == TRIED_EVERY // 2:
             tries, further = True, min(self._most, (1 + turn) * best[0] + FURTHER)
             hopes = np.where(np.arange(len(rates))[:, None] == further, rates, 0.0)
@@ -128,7 +127,8 @@ class LearnedChoice:
         values, nodes = np.diff(table[forwards]), sizes[size]
         if (usual := self._usual.get(requests.bit_length())) is not None:
             rate = requests * float(usual[0] / usual[1])
-        row = rate * _next_row_seconds(requests * (1 + nodes), curve(optimism))
+        of_rows = curve(optimism) if optimism else known_rows
+        row = rate * _next_row_seconds(requests * (1 + nodes), of_rows)
         if size and nodes:
             row = min(row, float(values[size - 1]))
         return Chosen(forwards, nodes, rate, optimism, tries, row, values)
