@@ -55,7 +55,7 @@ def main(
     ] = False,
     head: Annotated[
         Path | None,
-        typer.Option(help="An EAGLE-3 head of the model that drafts, beside look-up: a folder."),
+        typer.Option(exists=True, file_okay=False, help="EAGLE-3 head, beside look-up."),
     ] = None,
     same_bits: Annotated[
         bool,
@@ -73,6 +73,8 @@ def main(
     interrupted comparison goes on where it was. The exit status is 1 if an answer differs by more
     than a tie.
     """
+    if drafts and head:
+        raise typer.BadParameter("--draft and --head exclude each other; leave one out")
     ready_for_engine()
     origin, began = provenance(), time.monotonic()
     of_transformers, notes, series = [], [], []
@@ -96,15 +98,11 @@ def main(
                 f"most {greedy.largest:.1g} logits behind. {served}"
             )
     held = max(resource.getrusage(who).ru_maxrss for who in (0, resource.RUSAGE_CHILDREN)) / 2**20
-    minutes_in_all = (time.monotonic() - began) / 60
-    notes.append(f"This call took {minutes_in_all:.0f} minutes, and {held:.1f} GiB per process.")
+    took = f"{(time.monotonic() - began) / 60:.0f} minutes"
+    notes.append(f"This call took {took}, and {held:.1f} GiB per process.")
     print("\n".join([report.table(series), "", *notes]))  # noqa: T201
-    settings = {
-        "nodes": nodes,
-        "drafts": "an EAGLE-3 head" if head else drafts,
-        "at_once": prompts.AT_ONCE,
-        "tokens": prompts.TOKENS,
-    }
+    sizes = {"nodes": nodes, "at_once": prompts.AT_ONCE, "tokens": prompts.TOKENS}
+    settings = {**sizes, "drafts": "an EAGLE-3 head" if head else drafts}
     result: dict[str, Any] = {
         "provenance": origin,
         "settings": {**settings, "rounds": rounds, "margins": MARGINS},
