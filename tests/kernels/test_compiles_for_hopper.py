@@ -73,7 +73,7 @@ def of_growth(kernel: Any, warps: int, nodes: int, **constants: Any) -> dict[str
     ("kernel", "constants"),
     [
         (kv_move._move, {"PAGE": 16, "ALIGN": 16, "ROWS": kv_move._ROWS, "WORDS": 128}),
-        (place._place, {"FEWEST": 2, "ROWS": 64}), (place._place_packed, {"ROWS": 64}),
+        (place._place, {"ROWS": 64}), (place._place_packed, {"ROWS": 64}),
         *((draft_rows._chain, {"ROWS": 64, "SHIFT": shift}) for shift in SHIFTS),
         *((draft_rows._begin, {"COLUMNS": 512, "SHIFT": shift}) for shift in SHIFTS),
         (learn._learn, {"STEPS": 2, "DEPTH": 8, "RB": 64, "NP": 16}),

@@ -85,10 +85,12 @@ class GPUStage(TreeStage):
         self.ops.masks = shared(each for each in builders if hasattr(each, "masks"))
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> tuple[Any, int | None]:
-        """Give a batch of decodes with trees of different sizes a graph of the largest."""
+        """Give a batch of decodes whose trees differ in size, or have a size without graphs, a
+        graph of larger trees."""
         state, rows = super().gather_batch_req_state(*args, **kwargs)
-        if rows is None and state is not None and not state.has_prefill:
-            rows = rows_of_largest(state.num_scheduled_tokens, self._tree_rows)
+        # Batches of one row each have graphs of their own, and no masks.
+        if state is not None and not state.has_prefill and rows not in (1, *self._tree_rows):
+            rows = rows_of_largest(state.num_scheduled_tokens, self._tree_rows) or rows
         return state, rows
 
 

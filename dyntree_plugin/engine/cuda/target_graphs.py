@@ -40,10 +40,15 @@ def _needless(descs: list[Any], size: int) -> Iterator[Any]:
     """Those of one tree size, ascending, whose batches the following graph serves as well."""
     smallest = size  # rows of the smallest batch without a graph so far
     for desc, following in pairwise(descs):
-        if following.num_tokens <= smallest + min(TILE, (WIDEST - 1) * smallest):
+        if following.num_tokens <= _padded(smallest):
             yield desc
         else:
             smallest = desc.num_tokens + size
+
+
+def _padded(rows: int) -> int:
+    """Return the most rows that a batch of so many may be padded to."""
+    return rows + min(TILE, (WIDEST - 1) * rows)
 
 
 def offer_larger(manager: Any) -> None:
@@ -51,8 +56,9 @@ def offer_larger(manager: Any) -> None:
 
     vLLM's ``CudaGraphManager`` offers a batch the graphs of the next larger number of rows. Where
     there are graphs of several tree sizes, those are often of another, and those of a batch of
-    different trees may have too few requests. It would run without a graph. Call it when the
-    manager is made.
+    different trees may have too few requests. It would run without a graph. Such a batch is padded
+    twice: its trees to the largest of them, and these to a graph that `thin_out` has left. Call it
+    when the manager is made.
     """
     graphs = {desc for offered in manager._candidates.values() for desc in offered}
     uniform = sorted(
@@ -62,7 +68,7 @@ def offer_larger(manager: Any) -> None:
         larger = [
             desc
             for desc in uniform
-            if rows <= desc.num_tokens <= WIDEST * rows and desc.num_active_loras == loras
+            if rows <= desc.num_tokens <= _padded(_padded(rows)) and desc.num_active_loras == loras
         ]
         # What is offered already and fits comes first among equals: FULL graphs, then piecewise.
         rest = [desc for desc in offered if desc not in larger]
@@ -78,10 +84,8 @@ def tree_rows(manager: Any) -> tuple[int, ...]:
 def rows_of_largest(rows: np.ndarray, sizes: Sequence[int]) -> int | None:
     """Return which of the ``sizes`` serves a batch of decodes of so many ``rows``, int [R] each.
 
-    A graph of a size leaves room for as many rows of every request. None if that is more than
-    `TILE` rows, or than the batch has, or if there is no such size.
+    A graph of a size has as many rows for every request. None if that pads the batch too far, or
+    if there is no such size.
     """
     size = next((each for each in sizes if each >= rows.max()), None)
-    if size is None or size * len(rows) - rows.sum() > min(TILE, rows.sum()):
-        return None
-    return size
+    return None if size is None or size * len(rows) > _padded(int(rows.sum())) else size

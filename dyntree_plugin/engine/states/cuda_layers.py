@@ -55,6 +55,8 @@ class WithDraftsOnCUDA(WithDrafts):
         super().__init__(spec, names, vllm_config, device)
         columns, requests = _columns(vllm_config), vllm_config.scheduler_config.max_num_seqs
         self.masks = MaskBuffers(requests, requests * columns, columns, device)
+        # Rows of a request for which there are kernels; each number may need another.
+        self._compiled = {columns}
 
     @classmethod
     def get_cudagraph_support(cls, *_: Any) -> AttentionCGSupport:
@@ -64,6 +66,7 @@ class WithDraftsOnCUDA(WithDrafts):
         common = common_attn_metadata
         if common.max_query_len == 1:
             return self.build(0, common)
+        self._compiled.add(common.max_query_len)
         requests, rows = common.num_reqs, common.num_actual_tokens
         self._place(common, requests)
         trees = self._rows_of(common, requests, rows)
@@ -87,9 +90,8 @@ class WithDraftsOnCUDA(WithDrafts):
         filled = self.masks.fill(
             starts, common.seq_lens[:requests], rows, *masks, all_trees=all_trees
         )
-        uniform = rows == requests * common.max_query_len
-        # Each number may need another kernel; graphs compile theirs at capture.
-        most = common.max_query_len if uniform else self.masks.columns
+        fit = (each for each in self._compiled if each >= common.max_query_len)
+        most = min(fit, default=self.masks.columns)
         return RecurrentRows(self.kept[:requests, 0], starts, *filled, most)
 
     def warm_up(self, *_: Any) -> None:

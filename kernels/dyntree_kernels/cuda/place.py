@@ -12,11 +12,11 @@ import triton.language as tl
 @triton.jit
 def _place_tree(
     slot, count, start, end, prefill_len,
-    POSITIONS, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, nodes, words, FEWEST: tl.constexpr,
+    POSITIONS, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, nodes, words, fewest,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Place the last ``count`` of the rows from ``start`` to ``end`` of this program's request. A
-    tree has ``FEWEST`` rows at least."""
+    tree has ``fewest`` rows at least."""
     request = tl.program_id(0)
     row = tl.arange(0, ROWS)
     inside, at = row < count, end - count + row
@@ -33,14 +33,14 @@ def _place_tree(
             prompt = first + row
             tl.store(BITS + prompt * words + word, 0, mask=prompt < end - count)
     context = tl.load(SEQ_LENS + request) - count
-    is_tree = has_tree & (count >= FEWEST) & (end - start == count)
+    is_tree = has_tree & (count >= fewest) & (end - start == count)
     tl.store(CTX_LENS + request, tl.where(is_tree, context, -1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["fewest"])  # One kernel for both, which the start compiles.
 def _place(
     POSITIONS, SLOTS, LOGITS_BOUNDS, ROWS_BOUNDS, SEQ_LENS, PREFILL_LENS, DEPTHS, ANCESTORS,
-    CTX_LENS, BITS, nodes, words, FEWEST: tl.constexpr, ROWS: tl.constexpr,
+    CTX_LENS, BITS, nodes, words, fewest, ROWS: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
     slot = tl.load(SLOTS + request).to(tl.int64)
@@ -48,7 +48,7 @@ def _place(
     start, end = tl.load(ROWS_BOUNDS + request), tl.load(ROWS_BOUNDS + request + 1)
     _place_tree(
         slot, count, start, end, tl.load(PREFILL_LENS + slot),
-        POSITIONS, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, nodes, words, FEWEST, ROWS,
+        POSITIONS, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS, nodes, words, fewest, ROWS,
     )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def place(
         ctx_lens = torch.empty(requests, dtype=torch.int32, device=positions.device)
         room = ctx_lens, torch.empty(num_rows, words, dtype=torch.int32, device=positions.device)
     if requests:
-        _place[(requests,)](*arrays, *room, nodes, words, FEWEST=fewest, **_shape(nodes))
+        _place[(requests,)](*arrays, *room, nodes, words, fewest, **_shape(nodes))
     return room
 
 

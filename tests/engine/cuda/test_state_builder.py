@@ -119,6 +119,17 @@ def test_a_replayed_graph_reads_the_trees_of_this_step_and_no_padding(builder: B
     assert captured.trees.ancestor_bits[: 2 * COLUMNS, 0].tolist() == [1, 3, 5, 9] * 2
 
 
+def test_a_step_without_a_graph_runs_kernels_that_the_start_has_compiled(builder: Builder) -> None:
+    def most(*rows: int) -> int:
+        found: int = builder.build(0, batch(*rows), tree_mask=mask(len(rows), rows=2)).trees.most
+        return found
+
+    assert most(2) == most(2, 2) == COLUMNS
+    builder.build_for_cudagraph_capture(batch(3, 3))
+    assert most(2) == most(2, 2) == 3
+    assert most(COLUMNS) == COLUMNS
+
+
 @pytest.mark.parametrize(
     ("computed", "slots", "ends"),
     [

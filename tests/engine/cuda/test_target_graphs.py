@@ -161,14 +161,18 @@ def test_graphs_for_any_mix_of_sizes_would_be_few() -> None:
     assert len(graphs) - len([*target_graphs._needless(graphs[::-1], 1)]) == 13
 
 
-@pytest.mark.parametrize("sizes", [(15,), node_buckets(63, fill_tiles=True)], ids=["one", "many"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(15,), node_buckets(16, fill_tiles=True), node_buckets(63, fill_tiles=True)],
+    ids=["one", "up to 16", "up to 63"],
+)
 def test_trees_of_different_sizes_run_in_a_graph_of_the_largest(sizes: tuple[int, ...]) -> None:
     most = max(sizes) + 1
     manager = vllms_manager(most - 1, 64, sizes)
     thin_out(manager)
     offer_larger(manager)
     for batch in range(2, MOST_ROWS // most + 1):
-        rows = np.array([most] * (batch - 2) + [most - 1, 1])
+        rows = np.array([most] * (batch - 1) + [1])
         total, size = int(rows.sum()), rows_of_largest(rows, tree_rows(manager))
         desc = manager.dispatch(batch, total, size, 0, max_query_len=most)
         assert (desc.cg_mode, desc.uniform_token_count) == (CUDAGraphMode.FULL, most)
@@ -196,12 +200,24 @@ def test_the_largest_tree_says_whose_graph_it_is(rows: tuple[int, ...], wanted: 
 
 
 @pytest.mark.parametrize(
-    ("uniform", "has_prefill", "wanted"), [(None, False, 8), (None, True, None), (4, False, 4)]
+    ("rows", "uniform", "has_prefill", "wanted"),
+    [
+        ((5, 3), None, False, 8),
+        ((5, 3), None, True, None),
+        ((4, 4), 4, False, 4),
+        ((5, 5), 5, False, 8),  # no graph is of this size
+        ((9, 9), 9, False, 9),
+        ((1, 1), 1, False, 1),
+    ],
 )
-def test_the_runner_asks_for_it_where_decodes_differ(
-    monkeypatch: pytest.MonkeyPatch, uniform: int | None, has_prefill: bool, wanted: int | None
+def test_the_runner_asks_for_it_where_no_graph_is_of_that_size(
+    monkeypatch: pytest.MonkeyPatch,
+    rows: tuple[int, ...],
+    uniform: int | None,
+    has_prefill: bool,
+    wanted: int | None,
 ) -> None:
-    state = SimpleNamespace(has_prefill=has_prefill, num_scheduled_tokens=np.array([5, 3]))
+    state = SimpleNamespace(has_prefill=has_prefill, num_scheduled_tokens=np.array(rows))
     monkeypatch.setattr(GPUModelRunner, "gather_batch_req_state", lambda *_: (state, uniform))
     runner: Any = object.__new__(TreeGPUModelRunner)
     runner._tree_rows = (2, 4, 8)
