@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 
-from dyntree_plugin.engine.telemetry.counts import WorkerCounts
+from dyntree_plugin.engine.telemetry.counts import MOST_SAMPLED, WorkerCounts
 from dyntree_plugin.tree.budget.learned import Chosen, LearnedChoice
 from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds
-from dyntree_plugin.tree.budget.worth import ForwardSeconds
+from dyntree_plugin.tree.budget.worth import DraftingSeconds
 
 FORWARDS = "dyntree_forwards"
 """Attribute of a SchedulerOutput: the most draft forwards after the catch-up."""
@@ -35,7 +35,7 @@ class NodeBuckets:
         self._fewest = 0
         self._cost: RowCost | None = None
         self._choice = LearnedChoice(forwards, sizes)
-        self._forward_seconds = ForwardSeconds()
+        self._drafting_seconds = DraftingSeconds()
         self._context = 0.0
         self._came: float | None = None
 
@@ -55,8 +55,8 @@ class NodeBuckets:
         def curve(optimism: float) -> np.ndarray:
             return cost.seconds(most, self._context, optimism)
 
-        forward = self._forward_seconds.of(requests)
-        return self._choice.choose(requests, curve, forward, self._fewest)
+        drafting = self._drafting_seconds.of(requests, self._most)
+        return self._choice.choose(requests, curve, drafting, self._fewest)
 
     def measured(self, cost: RowCost, fewest_forwards: int = 0) -> None:
         """Use the costs that were measured at start-up, and the fewest forwards of a step."""
@@ -68,10 +68,10 @@ class NodeBuckets:
         Return its seconds; None if nothing was expected of it.
         """
         now, before = time.perf_counter(), self._came
-        if counts.replaced:  # The worth of trees is another with other weights.
-            self._choice = LearnedChoice(self._most, self.sizes)
+        if counts.replaced:  # The worth of trees is another, and the engine may have paused.
+            self._choice, before = LearnedChoice(self._most, self.sizes), None
         for of_step in counts.drafted:
-            self._forward_seconds.observe(*of_step)
+            self._drafting_seconds.observe(*of_step)
         # After a step with prompts, the time to the next output is not that of decoding.
         decoding = all(counts.decoding)
         self._came = now if decoding else None
@@ -80,14 +80,15 @@ class NodeBuckets:
         self._context, requests = counts.context, len(counts.decoding)
         if counts.worth and counts.verified and counts.growth_forwards is not None:
             known = len(counts.worth) if counts.ended_early else counts.growth_forwards + 1
-            self._choice.observe(np.asarray(counts.worth)[:known], requests)
+            trees = min(requests, MOST_SAMPLED)
+            self._choice.observe(np.asarray(counts.worth)[:known], requests, trees)
         if self._cost is None or before is None:
             return None
         # Asynchronously, the trees of a step are drafted after the output of the one before.
         forwards = 1 + (counts.growth_forwards or 0)
-        if self._synchronous:
-            forwards = counts.draft_forwards
-        drafted = forwards * self._forward_seconds.of(requests)
+        if self._synchronous:  # Look-up alone counts as a forward.
+            forwards = max(counts.draft_forwards, int(counts.growth_forwards is not None))
+        drafted = self._drafting_seconds.of(requests, forwards - 1)[-1] if forwards else 0.0
         spent = max(now - before - drafted, 1e-6)
         expected = self._cost.observe(rows, spent, self._context) + drafted
         return StepSeconds(expected, now - before, self._choice.take_lost())

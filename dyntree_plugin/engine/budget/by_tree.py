@@ -13,7 +13,7 @@ from dyntree_plugin.tree.budget.choice import best_cut, frontier_gain
 from dyntree_plugin.tree.budget.drawn import valued_counts
 from dyntree_plugin.tree.budget.learned import Chosen, LearnedChoice
 from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds
-from dyntree_plugin.tree.budget.worth import ForwardSeconds, batch_worth
+from dyntree_plugin.tree.budget.worth import DraftingSeconds, batch_worth
 
 
 class TreeBudget:
@@ -31,10 +31,11 @@ class TreeBudget:
         self._most = forwards
         self._drawn_trees = drawn_trees
         self._cost: RowCost | None = None
-        self._forward_seconds = ForwardSeconds()
-        # Of the trees that are drafted, and how many forwards have been made for them.
+        self._drafting_seconds = DraftingSeconds()
+        # Of the trees that are drafted, how many forwards have been made for them, and whether
+        # another was refused.
         self._chosen: Chosen | None = None
-        self._made = 0
+        self._made, self._refused = 0, False
         self._ended: float | None = None
         self._context = 0.0
         self._decode_next = np.zeros(0, dtype=bool)
@@ -43,29 +44,46 @@ class TreeBudget:
         """Use the costs that were measured at start-up. Before, every tree is kept whole."""
         self._cost = cost
 
+    def forget(self) -> None:
+        """Forget what trees were worth: with other weights it is another."""
+        self._choice, self._chosen, self._ended = LearnedChoice(self._most), None, None
+
+    def begin(self, batch: InputBatch) -> None:
+        """Begin a step, whose trees the next one verifies, but for those of prompts."""
+        requests = slice(batch.num_reqs)
+        computed = batch.num_computed_tokens_np[requests] + batch.num_scheduled_tokens[requests]
+        self._decode_next = computed >= batch.prefill_len_np[requests]
+        self._context = float(batch.num_computed_tokens_np[requests].mean())
+
     def drafting_pays(self, frontier: torch.Tensor) -> bool:
         """Return whether to run the draft over nodes of these values (log, float32), or to end."""
         if self._cost is None:
             return True
-        chances = frontier.exp().numpy()  # sync: host memory on the CPU
+        chances = frontier.exp().numpy()[self._decode_next]  # sync: host memory on the CPU
+        if not len(chances):
+            return False
         requests = len(chances)
         if self._chosen is None:
             self._chosen, self._made = self._choose(requests, self._cost), 0
         chosen, rate = self._chosen, self._chosen.rate
-        if self._drawn_trees or chosen.tries or rate is None:
+        if self._drawn_trees or chosen.tries or chosen.whole or rate is None:
             pays = self._made < chosen.forwards
-        else:
+        elif self._made < self._most:
             # Below a node, the best child is foreseen to have the chance of the best below roots.
             gain = frontier_gain(chosen.values[0] * chances, chosen.row_tokens)
-            pays = self._made < self._most and gain > rate * self._forward_seconds.of(requests)
-        self._made += pays
+            now, further = self._drafting_seconds.of(requests, 1)
+            pays = bool(gain > rate * (further - now))
+        else:
+            pays = False
+        self._made, self._refused = self._made + pays, not pays
         return pays
 
     def _choose(self, requests: int, cost: RowCost) -> Chosen:
         def curve(optimism: float) -> np.ndarray:
             return cost.seconds(context=self._context, optimism=optimism)
 
-        return self._choice.choose(requests, curve, self._forward_seconds.of(requests))
+        drafting = self._drafting_seconds.of(requests, self._most)
+        return self._choice.choose(requests, curve, drafting)
 
     def cut(
         self,
@@ -91,17 +109,19 @@ class TreeBudget:
             return counts
         chances = values.exp().numpy()[decoding]  # sync: host memory on the CPU
         requests, nodes = chances.shape
-        if chosen is None:  # Nothing was drafted by forwards of a model.
-            chosen, self._made = self._choose(requests, self._cost), self._most
+        if chosen is None:  # Nothing was drafted by further forwards of a model.
+            chosen = self._choose(requests, self._cost)
+            self._made, self._refused = 0, False
         most = requests * (1 + chosen.nodes) if chosen.optimism else None
         curve = self._cost.seconds(most, self._context, chosen.optimism)
         fixed = np.zeros(requests, dtype=bool) if drawn is None else drawn[decoding]
         verified = np.zeros(requests, dtype=np.int64)
-        least = chosen.least_values(requests, nodes, curve)
-        verified[fixed] = valued_counts(chances[fixed], least)
+        if fixed.any():
+            least = chosen.least_values(requests, nodes, curve)
+            verified[fixed] = valued_counts(chances[fixed], least)
         # Other trees compete for the rows that drawn ones leave.
         others, taken = chances[~fixed], int(verified.sum() + fixed.sum())
-        spent = self._forward_seconds.of(requests) * (1 + self._made)
+        spent = self._drafting_seconds.of(requests, self._made)[-1]
         kept = best_cut(others, curve[taken:], spent, chosen.rate).counts
         if chosen.tries:
             kept = np.maximum(kept, others[:, 0] > 0)
@@ -112,7 +132,9 @@ class TreeBudget:
             self._choice.expect(requests, requests + kept_values.sum(), curve[rows] + spent)
         # A block draft makes one forward, whatever growth expands.
         needed = forwards.numpy()[decoding] * (self._most > 0)  # sync: host memory on the CPU
-        self._choice.observe(batch_worth(chances, needed, self._made), requests)
+        # Where none was refused, no further forward could have changed the trees.
+        made = self._made if self._refused else self._most
+        self._choice.observe(batch_worth(chances, needed, made), requests)
         cut = counts.clone()
         cut[torch.from_numpy(decoding)] = torch.from_numpy(verified)
         return cut
@@ -124,18 +146,14 @@ class TreeBudget:
 
         Return its seconds; None if it had prompts.
         """
-        requests = slice(batch.num_reqs)
-        computed = batch.num_computed_tokens_np[requests] + batch.num_scheduled_tokens[requests]
-        self._decode_next = computed >= batch.prefill_len_np[requests]
-        self._context = float(batch.num_computed_tokens_np[requests].mean())
         total = self._with_pause(sum(stage_seconds.values()))
         drafting = sum(stage_seconds.get(stage, 0.0) for stage in DRAFTING)
-        if self._cost is None or not drafting or batch.is_prefilling_np[requests].any():
+        if self._cost is None or not drafting or batch.is_prefilling_np[: batch.num_reqs].any():
             return None
         # Without a draft model, look-up takes the place of one forward.
         made = max(forwards, 1)
-        drafted = made * self._forward_seconds.of(batch.num_reqs)
-        self._forward_seconds.observe(batch.num_reqs, made, drafting)
+        drafted = self._drafting_seconds.of(batch.num_reqs, made - 1)[-1]
+        self._drafting_seconds.observe(batch.num_reqs, made, drafting)
         spent = max(total - drafting, 1e-6)
         expected = self._cost.observe(batch.num_tokens, spent, self._context) + drafted
         return StepSeconds(expected, total, self._choice.take_lost())

@@ -77,6 +77,8 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
 
     def place(self, batch: InputBatch) -> None:
         super().place(batch)
+        if self._budget is not None:
+            self._budget.begin(batch)
         if self.plan.same_bits and self.step.mask is None:
             self.step.mask = without_trees(batch)
 
@@ -98,6 +100,11 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         else:
             self._budget.measured(cost)
 
+    def weights_replaced(self, model: str) -> None:
+        super().weights_replaced(model)
+        if self._budget is not None:
+            self._budget.forget()
+
     def step_ended(self, batch: InputBatch, times: StageTimes) -> StepSeconds | None:
         if self._budget is None or self._plain_steps is None:
             return None
@@ -116,7 +123,8 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         index = [self.req_states.req_id_to_index[req_id] for req_id in drafts.req_ids]
         slots = torch.tensor(index, dtype=torch.int64)
         counts = self.trees.counts[slots]
-        if self._budget is not None:
+        # Without growth, the slots hold earlier trees.
+        if self._budget is not None and self.step.drafted.growth_forwards is not None:
             beyond = torch.arange(self.trees.shape.node_budget) >= self._node_limits[slots, None]
             values = self.trees.values[slots].masked_fill(beyond, NO_VALUE)
             forwards = self.trees.forwards[slots]

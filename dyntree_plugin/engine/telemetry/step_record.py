@@ -12,7 +12,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from dyntree_kernels.contracts import ADMITTED, Report, report_width
 from dyntree_plugin.engine.step.clock import DRAFTING, Measured, StageTimes
 from dyntree_plugin.engine.step.ops import Arrival, Send
-from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
+from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, MOST_SAMPLED, WorkerCounts
 from dyntree_plugin.tree.budget.worth import worth_by_forwards
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from dyntree_plugin.tree.budget.plain_steps import PlainSteps
     from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds
     from dyntree_plugin.tree.plan import TreePlan
-
-MOST_SAMPLED = 8
-"""Most trees of a step whose worth is estimated; a tree of 64 nodes takes the host 0.03 ms."""
 
 
 class StepRecord:
@@ -121,11 +118,12 @@ class StepRecord:
         if not chances.size:
             return []
         stride = -(-len(chances) // MOST_SAMPLED)
+        sampled = slice(int(self._context) % stride, None, stride)  # in other steps other requests
         forwards = plan.further_forwards
         worth = worth_by_forwards(
-            chances[::stride],
+            chances[sampled],
             # A block draft makes one forward, whatever growth expands.
-            needed[::stride] * (forwards > 0),
+            needed[sampled] * (forwards > 0),
             forwards,
             self._sizes,
         )

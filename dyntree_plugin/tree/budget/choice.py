@@ -38,7 +38,7 @@ def drafting_rates(
     worth: np.ndarray,
     requests: int,
     row_seconds: np.ndarray,
-    forward_seconds: float,
+    drafting_seconds: np.ndarray,
     sizes: Sequence[int],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens per second of a step by its draft forwards and the nodes of each tree, and
@@ -49,13 +49,13 @@ def drafting_rates(
         requests: number of requests of the step.
         row_seconds: seconds of a step without drafting, by its rows, up to the most rows that a
             step holds. More rows take several steps.
-        forward_seconds: seconds of one draft forward. The catch-up is one more.
+        drafting_seconds: [F + 1], seconds of the catch-up and so many further draft forwards.
         sizes: nodes of a tree.
     """
     rows = requests * (1 + np.array(sizes))
     held = np.minimum(rows, len(row_seconds) - 1)
     verifying = row_seconds[held] * rows / held
-    seconds = verifying + forward_seconds * np.arange(1, 1 + len(worth))[:, None]
+    seconds = verifying + drafting_seconds[:, None]
     return requests * (1 + worth) / seconds, seconds
 
 

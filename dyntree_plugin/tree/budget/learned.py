@@ -46,8 +46,8 @@ class Chosen:
     ``forwards``, ``nodes``: what is drafted, and what each tree verifies on average, or at most
     where nodes are kept by a curve of some ``optimism``. ``tries``: whether each tree verifies at
     least one node. ``row_tokens``: what a node has to be worth, or the one that it drives out.
-    ``values``: usual values of the nodes of a request, which fall. As long as nothing is known,
-    ``rate`` is None.
+    ``values``: usual values of the nodes of a request, which fall. ``whole``: trees are drafted by
+    all ``forwards``, since little is known. As long as nothing is, ``rate`` is None.
     """
 
     forwards: int
@@ -57,6 +57,7 @@ class Chosen:
     tries: bool = False
     row_tokens: float = 0.0
     values: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    whole: bool = False
 
     def least_values(self, requests: int, nodes: int, row_seconds: np.ndarray) -> np.ndarray:
         """Return the limits of `drawn.valued_counts` for trees of at most so many ``nodes``."""
@@ -86,17 +87,17 @@ class LearnedChoice:
         self._choices = 0
         self._saved = np.zeros(2)  # for rows, and for forwards
 
-    def choose(self, requests: int, curve: Curve, forward: float, fewest: int = 0) -> Chosen:
-        """Choose for a step of ``requests``; ``forward``: seconds of one of the draft's, of which
-        it makes at least ``fewest``."""
+    def choose(self, requests: int, curve: Curve, drafting: np.ndarray, fewest: int = 0) -> Chosen:
+        """Choose for a step of ``requests``; ``drafting`` [most + 1]: seconds of the catch-up and
+        so many further forwards, of which it makes at least ``fewest``."""
         known = self._of(requests)
         if known.table is None:
             return Chosen(self._most, self._sizes[-1] if self._sizes else 0)
         table, sizes = known.table, self._sizes or range(known.table.shape[1])
-        if known.whole_trees < FIRST_TREES:
-            fewest = self._most
+        whole = known.whole_trees < FIRST_TREES
+        fewest = self._most if whole else fewest
         known_rows = curve(0.0)
-        rates, seconds = drafting_rates(table, requests, known_rows, forward, sizes)
+        rates, seconds = drafting_rates(table, requests, known_rows, drafting, sizes)
         rates[:fewest] = 0.0
         best = divmod(int(rates.argmax()), len(sizes))
         rate, took = float(rates[best]), float(seconds[best])
@@ -107,10 +108,10 @@ class LearnedChoice:
         turn = self._choices // TRIED_EVERY % 2
         if self._choices % TRIED_EVERY == 0:
             optimism = OPTIMISM
-            hopes, _ = drafting_rates(table, requests, curve(optimism), forward, sizes)
+            hopes, _ = drafting_rates(table, requests, curve(optimism), drafting, sizes)
             # Fewer rows and more take turns, or one side would be tried as long as it is hoped for.
             hopes[:, slice(best[1], None) if turn else slice(1 + best[1])] = 0.0
-            hopes[hopes <= rate] = 0.0
+            hopes[hopes <= rate] = hopes[:fewest] = 0.0
         elif self._choices % TRIED_EVERY == TRIED_EVERY // 2:
             tries, further = True, min(self._most, (1 + turn) * best[0] + FURTHER)
             hopes = np.where(np.arange(len(rates))[:, None] == further, rates, 0.0)
@@ -131,11 +132,12 @@ class LearnedChoice:
         row = rate * _next_row_seconds(requests * (1 + nodes), of_rows)
         if size and nodes:
             row = min(row, float(values[size - 1]))
-        return Chosen(forwards, nodes, rate, optimism, tries, row, values)
+        return Chosen(forwards, nodes, rate, optimism, tries, row, values, whole)
 
-    def observe(self, seen: np.ndarray, requests: int) -> None:
-        """Learn from a step's trees; ``seen``: as in `TreeWorth.observe`."""
-        self._of(requests).observe(seen, requests)
+    def observe(self, seen: np.ndarray, requests: int, trees: int | None = None) -> None:
+        """Learn from a step's trees; ``seen`` and ``trees``: as in `TreeWorth.observe`, by default
+        those of all requests."""
+        self._of(requests).observe(seen, trees or requests)
 
     def expect(self, requests: int, tokens: float, seconds: float) -> None:
         """Learn what a step's time is worth where the trees themselves refine what is verified:
@@ -162,8 +164,9 @@ class LearnedChoice:
 def _next_row_seconds(rows: int, curve: np.ndarray) -> float:
     """Return the seconds of one more row than ``rows``, averaged over as many rows again.
 
-    Kernels take rows by the block, so that the cost of a single row says little.
+    Kernels take rows by the block, so that the cost of a single row says little. It is never less
+    than nothing, as where an optimistic curve falls.
     """
     last = len(curve) - 1
     rows, more = min(rows, last), min(2 * rows, last)
-    return float(curve[more] - curve[rows]) / max(more - rows, 1)
+    return max(float(curve[more] - curve[rows]), 0.0) / max(more - rows, 1)

@@ -6,6 +6,7 @@ Engines need this if the host must choose a step's draft forwards and nodes befo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,6 +16,8 @@ STEP = 0.1
 """Weight of a step in averages."""
 FIRST_FORWARD_SECONDS = 1e-3
 """Seconds of a draft forward and its growth, until measured."""
+ALIKE = 0.25
+"""Variance of the number of forwards that counts as much as that all forwards take alike."""
 
 
 def worth_by_forwards(
@@ -83,22 +86,61 @@ class TreeWorth:
         self._age[:drafted] = 0
 
 
-class ForwardSeconds:
-    """The seconds of a draft forward and the growth after it, by the size of the batch."""
+class DraftingSeconds:
+    """The seconds of a step's drafting by its forwards, by the size of the batch.
+
+    The first forward, with look-up and whatever else a step has once, takes another time than each
+    further one. Both follow from recent steps by least squares. As long as these made the same
+    number of forwards, all forwards count alike.
+    """
 
     def __init__(self) -> None:
-        # Batches of about the same size: the average, and how often it was seen.
-        self._known: dict[int, tuple[float, int]] = {}
+        self._known: dict[int, _Line] = {}
 
     def observe(self, requests: int, forwards: int, seconds: float) -> None:
         """Learn from a step's drafting; the forward over emitted tokens is among ``forwards``."""
-        each, kind = seconds / forwards, requests.bit_length()
-        average, times = self._known.get(kind, (each, 0))
-        # The first observations may be far off.
-        memory = min(1.0 + times, MEMORY)
-        self._known[kind] = followed(average, each, memory), times + 1
+        self._known.setdefault(requests.bit_length(), _Line()).observe(forwards, seconds)
 
-    def of(self, requests: int) -> float:
-        """Return the seconds of the most similar batches."""
+    def of(self, requests: int, most: int) -> np.ndarray:
+        """Return the seconds of 1 to 1 + ``most`` forwards in the most similar batches, float64
+        [most + 1]."""
         nearest = min(self._known, key=lambda kind: abs(kind - requests.bit_length()), default=None)
-        return FIRST_FORWARD_SECONDS if nearest is None else self._known[nearest][0]
+        further = np.arange(most + 1)
+        if nearest is None:
+            return FIRST_FORWARD_SECONDS * (1.0 + further)
+        line = self._known[nearest]
+        return line.at(1) + line.slope * further
+
+
+@dataclass
+class _Line:
+    """Means, variance and covariance of forwards and seconds over recent steps."""
+
+    times: int = 0
+    forwards: float = 0.0
+    seconds: float = 0.0
+    variance: float = 0.0
+    covariance: float = 0.0
+
+    @property
+    def slope(self) -> float:
+        alike = self.seconds / self.forwards
+        slope = (self.covariance + ALIKE * alike) / (self.variance + ALIKE)
+        most = self.seconds / (self.forwards - 1) if self.forwards > 1 else alike
+        return min(max(slope, 0.0), most)
+
+    def at(self, forwards: int) -> float:
+        return self.seconds + self.slope * (forwards - self.forwards)
+
+    def observe(self, forwards: int, seconds: float) -> None:
+        # The first observations may be far off.
+        memory = min(1.0 + self.times, MEMORY)
+        if self.times > MEMORY and (expected := self.at(forwards)) > 0:
+            seconds = followed(expected, seconds, 1.0)
+        others, above = forwards - self.forwards, seconds - self.seconds
+        self.times += 1
+        self.forwards += others / memory
+        self.seconds += above / memory
+        kept = 1 - 1 / memory
+        self.variance = kept * (self.variance + others * others / memory)
+        self.covariance = kept * (self.covariance + others * above / memory)

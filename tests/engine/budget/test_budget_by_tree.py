@@ -21,6 +21,7 @@ from dyntree_plugin.engine.step.records import Drafted, Step
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.options.options import DynTreeOptions
+from dyntree_plugin.tree.budget.learned import FIRST_TREES
 from dyntree_plugin.tree.budget.row_cost import RowCost
 from dyntree_plugin.tree.token_tree import NO_VALUE
 
@@ -51,7 +52,7 @@ def budget(
 ) -> TreeBudget:
     """A budget with measured costs, whose requests all decode."""
     found = TreeBudget(NODES - 1, drawn_trees=drawn_trees)
-    found.observe(batch(requests, (0,) * requests), 1, {"target": 0.05})
+    found.begin(batch(requests, (0,) * requests))
     found.measured(RowCost((1, 9), seconds, 40, of_position))
     return found
 
@@ -88,7 +89,7 @@ def test_rows_that_are_expensive_with_context_are_left_out() -> None:
     """Control: where no more was measured with context, the tree is whole."""
     for of_position, kept in ((15e-6, 2), (0.0, 5)):
         found = budget(FLAT, of_position=of_position)
-        found.observe(batch(1, length=1000), 1, {"target": 0.05})
+        found.begin(batch(1, length=1000))
         assert cut(found, values(0.9, 0.8, 0.3, 0.2, 0.1)) == [kept]
 
 
@@ -107,7 +108,7 @@ def test_a_tree_whose_request_still_reads_its_prompt_is_not_cut() -> None:
     """It is not verified either, so its rows count for nothing. Control: its value decides."""
     found, tree = budget(STEEP, requests=3), values(1e-3, 1e-4)
     assert cut(found, tree, tree, tree) == [0, 0, 0]
-    found.observe(batch(6, prompts=(0, 2, 3)), 1, {"target": 0.1})
+    found.begin(batch(6, prompts=(0, 2, 3)))
     assert cut(found, tree, tree, tree) == [0, 0, 2]
 
 
@@ -144,14 +145,19 @@ def test_drafting_of_chains_ends_where_its_next_token_is_not_expected_to_pay() -
     assert not found.drafting_pays(values(1e-3))
 
 
-def test_a_batch_of_prompts_leaves_no_limit_to_the_next_one() -> None:
+def test_nothing_is_drafted_for_prompts_whose_trees_the_next_step_does_not_verify() -> None:
+    """Such a request does not decide for others either. Control: one that decodes does."""
     found = taught(True)
-    cut(found, CHAIN, drawn=[True])
-    while found.drafting_pays(values(0.95)):
-        pass
-    found.observe(batch(4, prompts=(3,)), 1, {"target": 0.05})
-    cut(found, CHAIN, drawn=[True])
+    found.begin(batch(4, prompts=(3,)))
+    assert not found.drafting_pays(values(0.95))
+    assert cut(found, CHAIN, drawn=[True]) == [6]
+    found.begin(batch(4))
     assert found.drafting_pays(values(0.9))
+    for left, pays in (((0, 3), False), ((0, 0), True)):
+        found = taught(True, True)
+        cut(found, CHAIN, CHAIN, drawn=[True, True])
+        found.begin(batch(4, prompts=left))
+        assert found.drafting_pays(torch.cat([values(1e-3), values(0.95)])) == pays
 
 
 @pytest.mark.parametrize(("chances", "runs"), [((0.9, 0.8), True), ((1e-3,), False)])
@@ -160,7 +166,8 @@ def test_a_forward_that_does_not_pay_is_not_run(chances: tuple[float, ...], runs
     found = budget()
     for _ in range(200):
         found.observe(batch(2), 2, {"target": 0.05, "draft": 0.02})
-    cut(found, values(0.9, 0.8))
+    for _ in range(FIRST_TREES + 1):
+        cut(found, values(0.9, 0.8))
     ran: list[str] = []
     growth: Any = SimpleNamespace(
         expand=lambda bits: 1, frontier_values=values(*chances), pick=lambda logits: None
@@ -190,16 +197,22 @@ def test_a_forward_that_does_not_pay_is_not_run(chances: tuple[float, ...], runs
 def test_a_better_node_may_take_the_row_of_the_least(least: float, runs: bool) -> None:
     """A step has no more rows, or they are thought dear. Control: every node is as good."""
     found = TreeBudget(NODES - 1)
-    found.observe(batch(1), 1, {"target": 0.05})
+    found.begin(batch(1))
     found.measured(RowCost((1, 6, 7), (0.05, 0.05, 0.5), 7))
     tree = values(0.95, 0.94, 0.93, 0.92, least)
-    assert cut(found, tree) == [5]
+    for _ in range(FIRST_TREES + 1):
+        assert cut(found, tree) == [5]
     assert found.drafting_pays(values(0.9)) == runs
 
 
-@pytest.mark.parametrize(("of_trees", "offered"), [(True, 2), (False, 5)])
-def test_the_runner_offers_the_scheduler_the_nodes_that_pay(of_trees: bool, offered: int) -> None:
-    """Control: a runner that does not size single trees offers the whole tree, without padding."""
+@pytest.mark.parametrize(
+    ("of_trees", "growth", "offered"), [(True, 1, 2), (True, None, 5), (False, 1, 5)]
+)
+def test_the_runner_offers_the_scheduler_the_nodes_that_pay(
+    of_trees: bool, growth: int | None, offered: int
+) -> None:
+    """Without growth it judges no tree: that in the slot is an earlier one. Control: a runner that
+    does not size single trees offers the whole tree, without padding."""
     drafts = DraftTokenIds(["a"], [list(range(NODES))])
     runner = object.__new__(TreeCPUModelRunner)
     runner._budget = TreeBudget() if of_trees else None
@@ -210,9 +223,11 @@ def test_the_runner_offers_the_scheduler_the_nodes_that_pay(of_trees: bool, offe
     runner.trees.values[1] = values(0.9, 0.8, 0.3, 0.2, 0.1)[0]
     runner.trees.counts[1] = runner.trees.admitted[1] = 5
     runner.req_states = SimpleNamespace(req_id_to_index={"a": 1})  # type: ignore[assignment]
-    runner.step = Step(drafted=Drafted(None, 2, 1))
+    runner.step = Step(drafted=Drafted(None, 2, growth))
     runner._plain_steps = SimpleNamespace()  # type: ignore[assignment]  # costs were measured
     runner.take_row_cost(RowCost((1, 9), STEEP, 40))
+    if runner._budget is not None:
+        runner._budget.begin(batch(6))
     runner.step_ended(batch(6), Measured({"target": 0.125, "draft": 1e-3}))
     found = runner.take_draft_token_ids()
     assert found is not None
@@ -247,3 +262,27 @@ def test_drawn_trees_are_drafted_as_far_as_that_paid_in_earlier_steps(drawn: boo
     good, poor = (forwards_of(budget(FLAT, drawn_trees=drawn), last, drawn) for last in (0.9, 1e-4))
     assert 0 < good < NODES - drawn
     assert (poor == good) == drawn
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_the_first_trees_are_drafted_with_every_forward(drawn: bool) -> None:
+    """Whatever they are worth. Control: later ones are not."""
+    found, made = budget(drawn_trees=drawn), []
+    for _ in range(FIRST_TREES + 2):
+        made.append(0)
+        while made[-1] < NODES - 1 and found.drafting_pays(values(1e-3)):
+            made[-1] += 1
+        found.observe(batch(3), 1 + made[-1], {"target": 0.05, "draft": 3e-3 * (1 + made[-1])})
+        cut(found, values(1e-3, 1e-4), drawn=[drawn])
+    *first, _, last = made  # between them, more forwards are tried
+    assert (first, last) == ([NODES - 1] * FIRST_TREES, 0)
+    found.forget()
+    assert found.drafting_pays(values(1e-3)), "other weights are as new"
+
+
+@pytest.mark.parametrize(("steps", "whole"), [(FIRST_TREES - 1, True), (FIRST_TREES, False)])
+def test_trees_that_no_forward_could_extend_are_whole(steps: int, whole: bool) -> None:
+    found = budget()
+    for _ in range(steps):
+        cut(found, values(1e-3))
+    assert found._choice.choose(1, lambda _: np.ones(40), np.ones(NODES)).whole == whole

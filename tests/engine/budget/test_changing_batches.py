@@ -22,6 +22,7 @@ from test_regret import (
     dear_from_9,
     flat,
     larger,
+    one_size,
     steep,
 )
 
@@ -76,15 +77,15 @@ def run_chains(
             counts, before = np.zeros(requests, int), np.zeros((requests, DEPTH))
         rows = requests + int(counts.sum())
         tokens = requests + before[np.arange(DEPTH) < counts[:, None]].sum()
+        of_step = batch(rows, (0,) * requests, 100)
+        budget.begin(of_step)
         forwards = 0
         while forwards < DEPTH - 1 and budget.drafting_pays(
             torch.tensor(said[:, forwards : forwards + 1]).float().log()
         ):
             forwards += 1
         target, draft = world.step(rows, forwards, tokens)
-        budget.observe(
-            batch(rows, (0,) * requests, 100), 1 + forwards, {"target": target, "draft": draft}
-        )
+        budget.observe(of_step, 1 + forwards, {"target": target, "draft": draft})
         there = np.arange(DEPTH) <= forwards
         whole = torch.full((requests,), 1 + forwards)
         needed = torch.arange(DEPTH).expand(requests, DEPTH)
@@ -149,8 +150,8 @@ def test_shuffled_chances_lose(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trees_lose_to_no_fixed_size_when_the_batch_changes(
     seconds: Curve, run: Callable[[World, Curve], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within 3 %, 100 steps after a change."""
+    """Within 3 %, 100 steps after a change; one size for all trees of a step within 4 %."""
     world = World(seconds, FORWARD, (4, 1, 4), STEPS, monkeypatch)
     run(world, seconds)
     for end in range(STEPS, len(world.trees) + 1, STEPS):
-        assert world.of_best(end - STEPS // 2, end) > 0.97
+        assert world.of_best(end - STEPS // 2, end) > (0.96 if run is one_size else 0.97)

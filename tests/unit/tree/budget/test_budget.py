@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dyntree_plugin.tree.budget.choice import drafting_rates
 from dyntree_plugin.tree.budget.plain_steps import LevelAndTilt
 from dyntree_plugin.tree.budget.row_cost import MEMORY, RowCost, followed
-from dyntree_plugin.tree.budget.worth import worth_by_forwards
+from dyntree_plugin.tree.budget.worth import DraftingSeconds, worth_by_forwards
 
 STEPS = st.lists(st.floats(0, 0.5), min_size=20, max_size=20)
 """How much each further row adds to a step's seconds."""
@@ -33,7 +33,8 @@ def test_forwards_and_nodes_make_their_tokens_in_the_seconds_of_their_rows(
     worth: np.ndarray, seconds: np.ndarray, forward: float, requests: int
 ) -> None:
     sizes = (0, 1, 2, 4)
-    rates, taken = drafting_rates(worth, requests, seconds, forward, sizes)
+    drafting = forward * np.arange(1, 1 + len(worth))
+    rates, taken = drafting_rates(worth, requests, seconds, drafting, sizes)
     for forwards in range(len(worth)):
         for at, nodes in enumerate(sizes):
             rows = requests * (1 + nodes)
@@ -42,6 +43,17 @@ def test_forwards_and_nodes_make_their_tokens_in_the_seconds_of_their_rows(
             assert taken[forwards, at] == pytest.approx(took)
             made = requests * (1 + worth[forwards, at])
             assert rates[forwards, at] == pytest.approx(made / took)
+
+
+def test_drafting_takes_a_catch_up_and_further_forwards() -> None:
+    """As long as all steps made the same number, these count alike."""
+    found, line = DraftingSeconds(), 0.02 + 0.001 * np.arange(17)
+    for forwards in (17, 17, *(3, 5, 7) * 20):
+        found.observe(4, forwards, float(line[forwards - 1]))
+    assert found.of(4, 16) == pytest.approx(line, rel=0.1)
+    assert found.of(64, 16) == pytest.approx(found.of(4, 16)), "the most similar batches"
+    found.observe(1, 5, 0.05)
+    assert found.of(1, 1) == pytest.approx([0.01, 0.02])
 
 
 ROWS = (1, 2, 4, 8)

@@ -24,7 +24,7 @@ def tree(forwards: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def choose(found: LearnedChoice, seconds: np.ndarray, forward: float, requests: int = 1) -> Chosen:
-    return found.choose(requests, lambda _: seconds, forward)
+    return found.choose(requests, lambda _: seconds, forward * np.arange(1, FORWARDS + 2))
 
 
 def taught(found: LearnedChoice, seconds: np.ndarray, forward: float, steps: int = 60) -> Chosen:
@@ -104,7 +104,8 @@ def test_trying_is_expected_to_cost_no_more_than_its_share(forward: float) -> No
             patch.setattr("dyntree_plugin.tree.budget.learned.SHARE", share)
             patch.setattr("dyntree_plugin.tree.budget.learned.AT_FIRST", 0.0)
             for _ in range(400):
-                chosen = found.choose(4, lambda optimism: cost.seconds(optimism=optimism), forward)
+                drafting = forward * np.arange(1, FORWARDS + 2)
+                chosen = found.choose(4, lambda each: cost.seconds(optimism=each), drafting)
                 seconds += float(cost.seconds()[4 * (1 + chosen.nodes)])
                 seconds += forward * (1 + chosen.forwards)
                 tried.append((chosen.optimism > 0, chosen.tries))
