@@ -8,8 +8,8 @@
 #                       cascade, FlashInfer and XQA
 #            identity-bits
 #                       with `exactness` bits: the same bits as without nodes, in other batches, with controls
-#            tests      the tests for GPUs: no step waits for the device; the tokens of a target with
-#                       Qwen3-Next's layers, without trees and with them
+#            tests      the tests for GPUs: no step waits for the device; the tokens of targets with the
+#                       layers of Qwen3-Next and DeepSeek-V3, without trees and with them
 #            launches   what a decode step starts on the device, by function; also with a target of
 #                       random weights and Qwen3-Next's layers, by trees and by vLLM's chain
 #            limits     what limits a step of Llama-3.1-8B's shape: host and device by stage, beside what is
@@ -18,6 +18,8 @@
 #                       chains draft within CUDA graphs. Weights are random, and drafts are accepted at
 #                       given rates; so three starts serve all lengths and sizes
 #            speed-mtp  the same with MiMo-7B and its module of multi-token prediction
+#            speed-mla  the same with DeepSeek-V2-Lite, which has latent attention and experts, and an
+#                       EAGLE-3 head; its engines take 110 GiB
 #            speed-1b   no speculation, vLLM's chains, n-gram and trees, a target of Llama-3.2-1B's shape
 #            speed-eagle3-1b   the same with an EAGLE-3 head, and without n-gram
 #            speed-hybrid   the same with Mamba-2 in most layers, of Granite-4.0-H-1B's shape
@@ -44,10 +46,10 @@ limit=${LIMIT:-480}
 case $part in
     first) limit=${LIMIT:-360} ;;
     identity-bf16 | identity-fp32 | identity-bits | tests | launches | limits) ;;
-    speed-8b | speed-mtp | speed-1b | speed-eagle3-1b | speed-hybrid | offload) ;;
+    speed-8b | speed-mtp | speed-mla | speed-1b | speed-eagle3-1b | speed-hybrid | offload) ;;
     *)
         echo "make gpu-e2e needs PART=first, identity-bf16, identity-fp32, identity-bits, tests, launches, limits," \
-            "speed-8b, speed-mtp, speed-1b, speed-eagle3-1b, speed-hybrid or offload; it was '$part'" >&2
+            "speed-8b, speed-mtp, speed-mla, speed-1b, speed-eagle3-1b, speed-hybrid or offload; it was '$part'" >&2
         exit 2
         ;;
 esac
@@ -256,6 +258,14 @@ case $part in
     speed-mtp)
         depths=([3]=3 [7]=7)
         speed --exact-shape mimo-7b $((5 << 30)) "${of_mtp[@]}" --method mtp "${exact_loads[@]}"
+        ;;
+    speed-mla)
+        if ((memory < 120)); then
+            echo "speed-mla needs a GPU of 120 GiB, and this one has $memory" >&2
+            exit 2
+        fi
+        depths=([3]=3 [7]=7)
+        speed --exact-shape deepseek-v2-lite $((2 << 30)) "${of_8b[@]}" --method eagle3 "${exact_loads[@]}"
         ;;
     speed-1b)
         further=(--chain n-gram:8 --look-up 15)

@@ -47,13 +47,13 @@ def main(
         ),
     ] = None,
     exact_shape: Annotated[
-        Literal["llama-8b", "mimo-7b"] | None,
+        Literal["llama-8b", "mimo-7b", "deepseek-v2-lite"] | None,
         option(
             "--exact-shape",
             "SHAPE",
-            "Measure Llama-3.1-8B with its EAGLE-3 head (--method eagle3) or MiMo-7B with its "
-            "module (--method mtp) by shape: random weights, and drafts that are accepted as "
-            "often as those of the embedded EAGLE-3 head.",
+            "Measure Llama-3.1-8B or DeepSeek-V2-Lite with an EAGLE-3 head (--method eagle3), or "
+            "MiMo-7B with its module (--method mtp), by shape: random weights, and drafts that are "
+            "accepted as often as those of the embedded EAGLE-3 head.",
         ),
     ] = None,
     published: Annotated[

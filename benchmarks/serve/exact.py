@@ -50,22 +50,54 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_nextn_predict_layers": 1,
     },
+    "deepseek-v2-lite": _LLAMA
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "head_dim": 64,
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+    },
 }
-"""Configurations of Llama-3.1-8B and MiMo-7B, which has a module of multi-token prediction."""
+"""Configurations of Llama-3.1-8B, of MiMo-7B, which has a module of multi-token prediction, and of
+DeepSeek-V2-Lite, which has latent attention and experts."""
 
+_EAGLE3: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 32000,
+    "num_aux_hidden_states": 3,
+}
 HEADS: dict[str, dict[str, Any]] = {
-    "llama-8b": {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "draft_vocab_size": 32000,
-        "eagle_aux_hidden_state_layer_ids": [2, 16, 29],
-        "num_aux_hidden_states": 3,
-    }
+    "llama-8b": SHAPES["llama-8b"] | _EAGLE3 | {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]},
+    "deepseek-v2-lite": _LLAMA
+    | _EAGLE3
+    | {
+        "eagle_aux_hidden_state_layer_ids": [2, 13, 24],
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_attention_heads": 16,
+    },
 }
-"""What differs from the target in the configuration of its published EAGLE-3 head."""
+"""Configurations of EAGLE-3 heads: the published one, and one of such a kind for a target that has
+none."""
 
-ARGUMENTS: dict[str, Any] = {"load_format": "dummy"}
-"""Arguments of ``LLM`` for these models."""
+ARGUMENTS: dict[str, Any] = {
+    "load_format": "dummy",
+    "compilation_config": {"max_cudagraph_capture_size": 1024},
+}
+"""Arguments of ``LLM`` for these models. Batches of 16 trees of 63 nodes get graphs too."""
 
 
 def exact(name: str, tokenizer: Path) -> tuple[Path, Path | None]:
@@ -76,7 +108,7 @@ def exact(name: str, tokenizer: Path) -> tuple[Path, Path | None]:
     target = _written(f"exact-{name}", SHAPES[name], tokenizer)
     if name not in HEADS:
         return target, None
-    return target, _written(f"exact-{name}-head", SHAPES[name] | HEADS[name], tokenizer)
+    return target, _written(f"exact-{name}-head", HEADS[name], tokenizer)
 
 
 def _written(name: str, config: dict[str, Any], tokenizer: Path) -> Path:

@@ -14,7 +14,8 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PARTS = (
     *("first", "identity-bf16", "identity-fp32", "identity-bits", "tests", "launches"),
-    *("limits", "speed-8b", "speed-mtp", "speed-1b", "speed-eagle3-1b", "speed-hybrid", "offload"),
+    *("limits", "speed-8b", "speed-mtp", "speed-mla"),
+    *("speed-1b", "speed-eagle3-1b", "speed-hybrid", "offload"),
 )
 
 
