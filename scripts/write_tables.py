@@ -40,11 +40,28 @@ def _speed_ups(name: str) -> str:
     columns = {f"T {c.temperature:g}, batch {c.batch}": rows(result, c) for c in result.cells()}
     lines = [f"| × no speculation, × best chain | {' | '.join(columns)} |"]
     lines.append("|---|" + "---:|" * len(columns))
-    for label in dict.fromkeys(_kind(result, engine.name) for engine in result.engines):
+    for label in _kinds(result):
         fastest = (_fastest(result, found, label) for found in columns.values())
         texts = [_speed_up(result, row) for row in fastest]
         lines.append(f"| {label} | {' | '.join(texts)} |")
     return "\n".join(lines)
+
+
+def _speed_ups_by_prompts(name: str) -> str:
+    """Compare the same of several kinds of prompts, with a row for each cell."""
+    result = read(RESULTS / f"{name}.json")
+    lines = [f"| × no speculation, × best chain | {' | '.join(_kinds(result))} |"]
+    lines.append("|---|" + "---:|" * len(_kinds(result)))
+    for cell in sorted(result.cells(), key=lambda c: (c.prompts, c.temperature, c.batch)):
+        found = rows(result, cell)
+        fastest = (_fastest(result, found, label) for label in _kinds(result))
+        texts = " | ".join(_speed_up(result, row) for row in fastest)
+        lines.append(f"| {cell.prompts}, T {cell.temperature:g}, batch {cell.batch} | {texts} |")
+    return "\n".join(lines)
+
+
+def _kinds(result: Result) -> list[str]:
+    return [*dict.fromkeys(_kind(result, engine.name) for engine in result.engines)]
 
 
 def _on_gpus(part: str) -> str:
