@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dyntree_kernels.cpu.gumbel import gumbel_noise
 from dyntree_plugin.tree.padded import of_width, readable
 from dyntree_plugin.tree.pooled import mixture
 
@@ -42,15 +41,3 @@ def test_drafts_of_different_sizes_have_a_mixture() -> None:
     found = mixture([of_width(narrow, 6), of_width(wide, 6)]).exp()
     wanted = torch.cat([narrow.softmax(1), torch.zeros(2, 2)], dim=1) + wide[:, :6].softmax(1)
     torch.testing.assert_close(found, wanted / 2)
-
-
-@pytest.mark.parametrize("widths", [(1000, 1024), (1024, 1061), (2048, 3001), (7, 5000)])
-def test_the_noise_of_a_token_does_not_depend_on_the_size_of_the_vocabulary(
-    widths: tuple[int, int],
-) -> None:
-    """Noise of the target couples a draft of another width."""
-    seeds, positions = torch.tensor([0, -5, 2**61]), torch.tensor([3, 0, 2**31 + 1])
-    narrow, wide = (gumbel_noise(seeds, positions, width) for width in widths)
-    assert torch.equal(narrow, wide[:, : widths[0]])
-    # Control: another position has other noise.
-    assert not torch.equal(narrow, gumbel_noise(seeds, positions + 1, widths[0]))
