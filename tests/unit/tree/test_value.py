@@ -142,43 +142,6 @@ def test_a_batch_teaches_what_its_requests_teach_together():
     )
 
 
-def test_nodes_that_were_not_judged_teach_nothing():
-    seen = judge(0.5, seed=1)
-    judged = seen.all.clone()
-    judged[:, ::2] = False
-    expected, estimate = LearningEstimate("cpu"), LearningEstimate("cpu")
-    expected.observe(seen.features, DRAFT, judged, seen.taken & judged, classes_of(0))
-    spoilt = torch.where(judged[:, :, None], seen.features, float("nan"))
-    estimate.observe(spoilt, DRAFT, judged, seen.taken | ~judged, classes_of(0))
-    assert torch.equal(estimate.weights, expected.weights)
-    assert not torch.equal(estimate.weights, LearningEstimate("cpu").weights)
-
-
-def of_kind(estimate: LearningEstimate, kind: int) -> torch.Tensor:
-    """Return all that is known of one kind, a row for each class."""
-    parts = (estimate.weights, estimate.information.flatten(1))
-    return torch.cat(parts, dim=1)[kind::KINDS].clone()
-
-
-def test_kinds_learn_apart():
-    """What nodes of other kinds are, or whether they are taken, teaches a kind nothing."""
-    seen, generator = judge(0.5, seed=1), torch.Generator().manual_seed(0)
-    kinds = torch.randint(KINDS, seen.taken.shape, generator=generator, dtype=torch.int8)
-    foreign = kinds != LOOK_UP
-
-    def learned(features: torch.Tensor, kinds: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-        estimate = LearningEstimate("cpu")
-        estimate.observe(features, kinds, seen.all, taken, classes_of(HOT))
-        return of_kind(estimate, LOOK_UP)
-
-    expected = learned(seen.features, kinds, seen.taken)
-    spoilt = seen.features.masked_fill(foreign[:, :, None], float("nan"))
-    assert torch.equal(learned(spoilt, kinds, seen.taken ^ foreign), expected)
-    assert torch.equal(expected[:HOT], of_kind(LearningEstimate("cpu"), LOOK_UP)[:HOT])
-    swapped = learned(seen.features, (kinds + 1) % KINDS, seen.taken)
-    assert (swapped - expected)[HOT].abs().max() > 0.01
-
-
 def test_a_candidate_is_worth_what_its_kind_has_learned():
     estimate = LearningEstimate("cpu")
     estimate.weights += torch.linspace(0, 1, CLASSES * KINDS)[:, None]
