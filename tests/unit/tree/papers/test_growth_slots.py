@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import growths
 
-from dyntree_kernels.ancestors import unpack_bits
 from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan
 from dyntree_plugin.tree.registry import plan_growth
 from dyntree_plugin.tree.shape import TreeShape
@@ -80,21 +79,3 @@ def test_draws_say_which_draw_gave_which_node_and_from_what(
                 residual = growths.without(residual, paths[node][-1])
         assert tree.draws is not None
         assert (tree.draws.nodes[row, len(paths) + 1 :] == -1).all()
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.sampled_from(["dyspec", "threshold"]), shapes, seed_lists)
-def test_trees_are_well_formed_and_their_ancestors_are_the_transitive_closure(
-    name: str, shape: TreeShape, seeds: list[int]
-) -> None:
-    tree = grow(plan_of(name, shape, 0.05), seeds)
-    tree.check()
-    assert tree.tokens.shape[1] == shape.node_budget
-    bits = unpack_bits(tree.ancestors(), shape.node_budget + 1)
-    for row in range(len(seeds)):
-        paths = [(), *paths_of(tree, row)]
-        assert all(path[:-1] in paths for path in paths[1:])
-        assert max(map(len, paths)) <= shape.max_depth
-        for i, path in enumerate(paths):
-            for j, other in enumerate(paths):
-                assert bool(bits[row, i, j]) == (path[: len(other)] == other)
