@@ -8,17 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_budget import CURVES
 
 from dyntree_plugin.tree.budget.choice import best_cut, frontier_gain
 
 CHANCES = st.lists(st.floats(0, 1), min_size=4, max_size=4).map(lambda v: sorted(v, reverse=True))
 BATCHES = st.lists(CHANCES, min_size=1, max_size=3).map(np.array)
-STEPS = st.lists(st.floats(0, 0.5), min_size=20, max_size=20)
-"""How much each further row adds to a step's seconds."""
-
-
-def curve(steps: list[float]) -> np.ndarray:
-    return 1.0 + np.cumsum(steps)
 
 
 def rate(values: np.ndarray, counts: tuple[int, ...], seconds: np.ndarray, spent: float) -> float:
@@ -27,11 +22,10 @@ def rate(values: np.ndarray, counts: tuple[int, ...], seconds: np.ndarray, spent
 
 
 @settings(deadline=None)
-@given(BATCHES, STEPS, st.floats(0, 2))
+@given(BATCHES, CURVES, st.floats(0, 2))
 def test_no_other_cut_makes_more_tokens_per_second(
-    values: np.ndarray, steps: list[float], spent: float
+    values: np.ndarray, seconds: np.ndarray, spent: float
 ) -> None:
-    seconds = curve(steps)
     found = best_cut(values, seconds, spent)
     nodes = range(values.shape[1] + 1)
     best = max(
@@ -43,11 +37,10 @@ def test_no_other_cut_makes_more_tokens_per_second(
 
 
 @settings(deadline=None)
-@given(BATCHES, STEPS, st.floats(0, 2), st.floats(0, 5))
+@given(BATCHES, CURVES, st.floats(0, 2), st.floats(0, 5))
 def test_no_other_cut_makes_more_tokens_beyond_what_its_time_is_worth(
-    values: np.ndarray, steps: list[float], spent: float, worth: float
+    values: np.ndarray, seconds: np.ndarray, spent: float, worth: float
 ) -> None:
-    seconds = curve(steps)
     found = best_cut(values, seconds, spent, worth)
 
     def beyond(counts: tuple[int, ...]) -> float:

@@ -14,13 +14,10 @@ from dyntree_plugin.tree.budget.plain_steps import LevelAndTilt
 from dyntree_plugin.tree.budget.row_cost import MEMORY, RowCost, followed
 from dyntree_plugin.tree.budget.worth import DraftingSeconds, worth_by_forwards
 
-STEPS = st.lists(st.floats(0, 0.5), min_size=20, max_size=20)
-"""How much each further row adds to a step's seconds."""
-
-
-def curve(steps: list[float]) -> np.ndarray:
-    return 1.0 + np.cumsum(steps)
-
+CURVES = st.lists(st.floats(0, 0.5), min_size=20, max_size=20).map(
+    lambda steps: 1.0 + np.cumsum(steps)
+)
+"""Seconds of a step by its rows."""
 
 WORTHS = st.lists(st.lists(st.floats(0, 8), min_size=4, max_size=4), min_size=1, max_size=5).map(
     lambda rows: np.array(rows).cumsum(axis=0).cumsum(axis=1)
@@ -28,7 +25,7 @@ WORTHS = st.lists(st.lists(st.floats(0, 8), min_size=4, max_size=4), min_size=1,
 
 
 @settings(deadline=None)
-@given(WORTHS, STEPS.map(curve), st.floats(0, 2), st.integers(1, 4))
+@given(WORTHS, CURVES, st.floats(0, 2), st.integers(1, 4))
 def test_forwards_and_nodes_make_their_tokens_in_the_seconds_of_their_rows(
     worth: np.ndarray, seconds: np.ndarray, forward: float, requests: int
 ) -> None:

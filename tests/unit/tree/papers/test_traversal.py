@@ -90,12 +90,10 @@ def decisions(found: Traversal, scheduled: int) -> Iterator[tuple[torch.Tensor, 
         yield weights, found.accepted(uniforms)
 
 
-def law_of(made: Grown, target: Model, break_it: Callable[[Traversal], Traversal]) -> torch.Tensor:
+def law_of(
+    made: Grown, target: Model, break_it: Callable[[Traversal], Traversal] = lambda found: found
+) -> torch.Tensor:
     return emitted_by_traversal(made, target, made.tree.tokens.shape[1], break_it)
-
-
-def as_it_is(found: Traversal) -> Traversal:
-    return found
 
 
 @by_value
@@ -104,7 +102,7 @@ def test_every_drawn_tree_emits_the_targets_law(case: Case):
     grows."""
     for which in ALL_MODELS:
         made, target = grown(case, which)
-        assert distance(law_of(made, target, as_it_is), target) < EXACT
+        assert distance(law_of(made, target), target) < EXACT
 
 
 @by_value
@@ -125,7 +123,7 @@ def from_best_tokens(case: Case) -> Iterator[tuple[Grown, Model, Model]]:
 @both
 def test_trees_that_are_drawn_from_a_drafts_best_tokens_emit_it_too(case: Case):
     for made, _, target in from_best_tokens(case):
-        assert distance(law_of(made, target, as_it_is), target) < EXACT
+        assert distance(law_of(made, target), target) < EXACT
 
 
 @both
@@ -134,7 +132,7 @@ def test_to_verify_them_by_the_whole_draft_is_biased(case: Case):
     for made, draft, target in from_best_tokens(case):
         whole = draft.after(made.depths, made.codes).log()
         claimed = replace(made, tree=drawn_as_listed(made.tree, whole))
-        far = max(far, distance(law_of(claimed, target, as_it_is), target))
+        far = max(far, distance(law_of(claimed, target), target))
     assert far > BIASED
 
 
@@ -177,7 +175,7 @@ def test_a_tree_that_is_cut_by_what_it_drew_is_biased():
     far = 0.0
     for which in SOME_MODELS:
         made, target = grown((GrowthConfig("dyspec"), shape(6, 2, 1, 3), 3), which)
-        far = max(far, distance(law_of(most_valuable(made, 3), target, as_it_is), target))
+        far = max(far, distance(law_of(most_valuable(made, 3), target), target))
     assert far > BIASED
 
 
@@ -201,7 +199,7 @@ def test_a_chain_that_ends_by_the_tokens_before_its_next_one_emits_it_too():
         made, target = grown(CHAIN, which)
         counts = torch.where(made.tree.tokens[:, looks_at] == 0, 1, made.tree.counts)
         ended = replace(made, tree=replace(made.tree, counts=counts))
-        far[looks_at] = max(far[looks_at], distance(law_of(ended, target, as_it_is), target))
+        far[looks_at] = max(far[looks_at], distance(law_of(ended, target), target))
     assert far[0] < EXACT
     assert far[1] > BIASED
 
