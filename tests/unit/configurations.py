@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 Build = Callable[..., "VllmConfig"]
+Arguments = Callable[..., dict[str, Any]]
+"""Gives arguments of an engine."""
 WIDTH = 16
 """Speculative tokens of a configuration, so nodes of a tree."""
 UNCHECKED = "scheduler_config.scheduler_cls", None
@@ -31,6 +33,36 @@ EAGLE3: dict[str, Any] = {
     "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
 }
 """The changes that make the file of the tiny target that of an EAGLE-3 head for it."""
+FLASH: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "dflash_config": {"mask_token_id": 1, "target_layer_ids": [0]},
+}
+"""Those of a DFlash draft."""
+LAGUNA: dict[str, Any] = FLASH | {
+    "architectures": ["DFlashLagunaForCausalLM"],
+    "head_dim": 16,
+    "num_hidden_layers": 1,
+    "layer_types": ["sliding_attention"],
+    "sliding_window": 32,
+    "use_sliding_window": True,
+}
+"""Those of one whose layer sees in a window."""
+
+
+def drafting(
+    model: object, method: str | None, length: int = WIDTH, **more: Any
+) -> dict[str, Any]:
+    """Return the arguments of an engine with a draft."""
+    speculation = {"method": method, "model": model, "num_speculative_tokens": length}
+    return {"speculative_config": speculation | more}
+
+
+def not_built(build: Build, *given: Any, **arguments: Any) -> str:
+    """Return what is said of an engine that is not started with these arguments."""
+    with pytest.raises(ValueError) as error:
+        build(*given, **arguments)
+    return str(error.value)
 
 
 def admit(config: VllmConfig, device: str = "cpu", *kernels: Any, **options: Any) -> None:

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from configurations import ON_CUDA, Build, admit, changed, refusal_of, with_all
+from configurations import ON_CUDA, Build, admit, changed, not_built, refusal_of, with_all
+from test_table import read
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends import fa_utils
 
 from dyntree_plugin.admission import attention_kernels
@@ -45,12 +48,10 @@ def test_a_cpu_whose_cache_the_kernels_do_not_read_is_refused_before_weights_loa
     if served_here:
         build()
         return
-    with pytest.raises(
-        ValueError, match=r"'neon', but trees need one of .*use an x86 CPU"
-    ) as error:
-        build()
-    assert "target model: head_size=32, dtype=float32 is not supported" in str(error.value)
-    assert "draft model: " in str(error.value)
+    said = not_built(build)
+    assert re.search(r"'neon', but trees need one of .*use an x86 CPU", said)
+    assert "target model: head_size=32, dtype=float32 is not supported" in said
+    assert "draft model: " in said
 
 
 @pytest.mark.parametrize(
@@ -74,9 +75,6 @@ def test_on_cuda_the_gpu_and_the_head_size_decide_whether_a_model_is_served(
     head_size: int,
     reason: str | None,
 ) -> None:
-    from vllm.platforms import current_platform
-    from vllm.platforms.interface import DeviceCapability
-
     ask = classmethod(lambda cls: DeviceCapability(*capability))
     monkeypatch.setattr(type(current_platform), "get_device_capability", ask)
     config = changed(on_cuda, "model_config.model_arch_config.head_size", head_size)
@@ -146,3 +144,25 @@ def test_a_cache_that_vllm_cannot_quantise_here_is_refused(
     quantised = changed(admitted, "cache_config.cache_dtype", cache)
     reason = refusal_of(quantised, "cpu", served.refusal)
     assert re.search("kv_cache_dtype='fp8.* requires x86 with AVX-512", reason)
+
+
+@pytest.mark.parametrize(
+    ("major", "cache", "refused"),
+    [(9, "fp8_e4m3", True), (9, "fp8", False), (10, "fp8_e4m3", False), (None, "fp8_e4m3", False)],
+)
+def test_a_cache_by_a_name_that_flashmla_does_not_read_is_refused_on_hopper(
+    admitted: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    major: int | None,
+    cache: str,
+    refused: bool,
+) -> None:
+    """Where latent layers have an indexer."""
+    capability = major and DeviceCapability(major, 0)
+    monkeypatch.setattr(current_platform, "get_device_capability", lambda: capability)
+    changes, *_ = read(f"latent half indexer cuda cache.cache_dtype={cache}")
+    config = with_all(admitted, changes)
+    if refused:
+        assert "compute capability=(2048, ('fp8_e4m3', 9))" in refusal_of(config, "cuda")
+    else:
+        admit(config, "cuda")

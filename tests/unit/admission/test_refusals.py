@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from ast import literal_eval
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from configurations import WIDTH, Build, admit, changed, refusal_of, with_all
+from configurations import WIDTH, Build, admit, changed, not_built, refusal_of, with_all
 
 from dyntree_plugin.admission import versions
 from dyntree_plugin.engine import configuration
@@ -21,18 +21,6 @@ from dyntree_plugin.options.options import DynTreeOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-
-@pytest.mark.parametrize("trees", [True, False])
-def test_models_are_compiled_for_the_rows_of_the_largest_draft_forward(
-    build: Build, trees: bool
-) -> None:
-    """vLLM stops at a forward of more rows than it was compiled for."""
-    sizes = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}
-    none: dict[str, Any] = {"additional_config": {}, "speculative_config": None}
-    config = build(**sizes | ({} if trees else none))
-    end = config.compilation_config.get_compile_ranges()[-1].end
-    assert end == (128 * (16 + 1) if trees else 2048)
 
 
 def test_what_is_for_vllms_own_chains_is_left_out(build: Build, logged: Callable[[], str]) -> None:
@@ -86,9 +74,7 @@ give it as --dyntree '{"width": 2}'
 def test_the_engine_does_not_start_with(build: Build, line: str) -> None:
     """A line has arguments of an engine with trees of 16 nodes, and a part of what is said."""
     arguments, _, said = line.partition(" → ")
-    with pytest.raises(ValueError) as error:
-        build(**literal_eval(arguments))
-    assert said in str(error.value)
+    assert said in not_built(build, **literal_eval(arguments))
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -1,4 +1,7 @@
-"""Limits of one request's sampling parameters. Larger ones do not reach the worker."""
+"""Limits of one request's sampling parameters, with its own on the nodes of its trees.
+
+Larger values do not reach the worker.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
+from dyntree_plugin.admission.node_limit import MOST, check, node_limit
 from dyntree_plugin.admission.request_limits import fit, wrap_seeds
 
 VOCABULARY, LONGEST = 5000, 512
@@ -98,3 +102,28 @@ def test_scores_of_prompts_are_not_for_adapters_on_a_cpu(asked: dict[str, Any]) 
     fitted(request(**asked), on_cpu=False, adapters=True)
     with pytest.raises(VLLMValidationError, match=f"{parameter} is not served on a CPU with"):
         fitted(request(**asked), adapters=True)
+
+
+@pytest.mark.parametrize("value", [0, 1, 16, 10_000, MOST])
+def test_a_number_of_nodes_is_a_limit(value: int) -> None:
+    params = SamplingParams(extra_args={"dyntree_nodes": value, "something_else": "kept"})
+    check(params)
+    assert node_limit(params) == value
+
+
+@pytest.mark.parametrize("params", [None, SamplingParams(), SamplingParams(extra_args={"a": 1})])
+def test_a_request_that_asks_for_nothing_has_no_limit(params: SamplingParams | None) -> None:
+    if params is not None:
+        check(params)
+    assert node_limit(params) is None
+
+
+@pytest.mark.parametrize("value", [-1, True, 4.0, "4", [4], None, MOST + 1, 2**64 - 1])
+def test_another_value_is_refused_with_what_is_allowed(value: Any) -> None:
+    with pytest.raises(VLLMValidationError, match=r"dyntree_nodes=.* integer of at least 0"):
+        check(SamplingParams(extra_args={"dyntree_nodes": value}))
+
+
+def test_a_name_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(VLLMValidationError, match="no dyntree_node; allowed: dyntree_nodes"):
+        check(SamplingParams(extra_args={"dyntree_node": 4}))

@@ -265,7 +265,7 @@ ELSEWHERE = {
     "VLLM_USE_V2_MODEL_RUNNER",  # this and the next two: `test_refusals`
     "async_scheduling, pipeline_parallel_size",
     "VLLM_USE_RAY_V2_EXECUTOR_BACKEND, pipeline_parallel_size",
-    "index_topk, kv_cache_dtype, compute capability",  # `test_latent_admitted`
+    "index_topk, kv_cache_dtype, compute capability",  # `test_platforms_admitted`
     "parallel_drafting",  # this and the next: `test_blocks_admitted`
     "attention_backend with parallel_drafting",
 }

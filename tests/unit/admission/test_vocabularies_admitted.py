@@ -33,13 +33,17 @@ def with_tokenizer(folder: str, prefix: str) -> str:
     return folder
 
 
-def test_a_draft_with_another_tokenizer_is_refused(
+def test_a_first_or_further_draft_with_another_tokenizer_is_refused(
     build: Build, model_folder: Callable[..., str]
 ) -> None:
     one, other = (with_tokenizer(model_folder(name), name) for name in ("one", "other"))
-    build(model=one, speculative={"model": one})
-    with pytest.raises(ValueError, match=r"different tokenizers.* 60 of 60 tokens differ"):
-        build(model=one, speculative={"model": other})
+    build(model=one, speculative={"model": one}, dyntree={"drafts": [one]})
+    for drafts in (
+        {"speculative": {"model": other}},
+        {"speculative": {"model": one}, "dyntree": {"drafts": [other]}},
+    ):
+        with pytest.raises(ValueError, match=r"different tokenizers.* 60 of 60 tokens differ"):
+            build(model=one, **drafts)
 
 
 @pytest.mark.parametrize("size", [64, 256])
