@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 from test_chains import (
-    DRAFT,
     FIRST,
     KINDS,
     RUNS,
@@ -63,19 +62,6 @@ def test_chances_that_leave_some_to_what_was_cut_off_are_noticed() -> None:
     engine = Trees(torch.ones(RUNS), kept=2)
     with decided_by(engine, lambda chances: 0.8 * chances):
         assert p_value(engine.texts()) < SURELY_BIASED
-
-
-def test_children_are_drawn_without_replacement_from_what_is_stored() -> None:
-    count = 20_000
-    engine = Trees(torch.full((count,), 0.5))
-    engine.grow(torch.zeros(count).long(), torch.full((count,), FIRST))
-    law = (DRAFT[0] / 0.5).softmax(dim=0)
-    first, second = torch.from_numpy(engine.growth.tokens[:count, 0]).unbind(1)
-    there = torch.from_numpy(engine.growth.edges[:count, 0, 1]).isfinite()
-    pairs = torch.bincount(first[there] * VOCABULARY + second[there], minlength=VOCABULARY**2)
-    wanted = law[:, None] * law / (1 - law[:, None])
-    wanted = wanted.fill_diagonal_(0).flatten()
-    assert (pairs / count - wanted).abs().max() < 4 / count**0.5
 
 
 @KINDS
