@@ -138,26 +138,3 @@ def test_an_engines_builders_share_their_largest_buffers() -> None:
     assert shared(builders) is large
     assert [each.masks for each in builders] == [large, large]
     assert shared([]) is None
-
-
-def test_every_batch_is_found_at_the_same_addresses(buffers: MaskBuffers) -> None:
-    """Captured graphs keep addresses, so batches of one shape may differ in their contents
-    alone."""
-    found = []
-    for seed, contexts in ((6, (10, 20)), (7, (300, 4))):
-        start, lengths, rows = batch((40, contexts[0]), (40, contexts[1]))
-        trees = torch.cat([tree_bits(40, seed), tree_bits(40, seed + 10)])
-        given = torch.tensor(contexts).int()
-        found.append(
-            [
-                buffers.fill(start, lengths, rows),
-                buffers.fill(start, lengths, rows, given, trees),
-                buffers.fill(start, lengths, rows, given, trees, all_trees=True),
-            ]
-        )
-    places = {
-        tuple((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in pair)
-        for fills in found
-        for pair in fills
-    }
-    assert len(places) == 1
