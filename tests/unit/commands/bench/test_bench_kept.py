@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import pytest
 from command_lines import ran, ran_benchmark
+from made_up_engines import FakePool, answered
 
 from benchmarks.real.models import MODELS
 from benchmarks.serve import __main__ as benchmark
@@ -32,8 +33,8 @@ ENGINE = Engine(name="tree", kind="dynamic tree", budget=2, arguments={})
 LOAD = Load([Request([1])], 1, 0.0, 8)
 
 
-class FakePool:
-    """Takes the place of the engines; ``error`` ends the run of this number."""
+class EndingPool(FakePool):
+    """``error`` ends the run of this number."""
 
     def __init__(self, number: int, error: BaseException) -> None:
         self.left, self.error = number, error
@@ -41,25 +42,11 @@ class FakePool:
     def __call__(self, *_: Any) -> Self:
         return self
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def holds(self, engines: int) -> bool:
-        return False
-
-    @contextmanager
-    def engine(self, engine: Engine, warm_up: list[Load]) -> Iterator[Self]:
-        yield self
-
     def serve(self, load: Load) -> tuple[Run, list[list[int]]]:
         self.left -= 1
         if not self.left:
             raise self.error
-        run = Run(round=0, requests=1, seconds=1.0, output_tokens=9, tpot_ms=1.0, ttft_ms=1.0)
-        return run, [[1] for _ in load.requests]
+        return answered(load)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +61,7 @@ def test_complete_runs_are_written_and_shown_whatever_ends_the_measurement(
     error: BaseException, status: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Of 3 engines and 2 rounds with one load each; the second round begins with the tree.
-    monkeypatch.setattr(session, "Pool", FakePool(5, error))
+    monkeypatch.setattr(session, "Pool", EndingPool(5, error))
     small = ["--num-prompts", "1", "--max-tokens", "6", "--rounds", "2", "--batch", "1"]
     engines = ["--chain", "2", "--dyntree", "{}", "--temperature", "1"]
     path = tmp_path / "result.json"
@@ -103,7 +90,7 @@ def test_prompts_of_a_published_model_are_served_by_kind(
     plain = replace(MODELS["smollm2"], chat=False)
     monkeypatch.setattr(published, "MODELS", {"smollm2": plain})
     monkeypatch.setattr(published, "fetched", lambda _: pair.paths()["target"])
-    monkeypatch.setattr(session, "Pool", Recording(99, RuntimeError()))
+    monkeypatch.setattr(session, "Pool", Recording)
     path = tmp_path / "result.json"
     line = ["--published", "smollm2", "--method", "ngram", "--chain", "n-gram:8", "--rounds", "1"]
     asked = ["--prompts", "chat", "--prompts", "all", "--num-prompts", "2", "--batch", "1"]
@@ -129,7 +116,7 @@ def test_measurements_that_would_exceed_the_time_limit_are_left_out_and_named(
         limits.append(limit)
         return lambda: -1.0
 
-    monkeypatch.setattr(session, "Pool", FakePool(99, RuntimeError()))
+    monkeypatch.setattr(session, "Pool", FakePool)
     monkeypatch.setattr(benchmark, "_until", until)
     path = tmp_path / "result.json"
     line = ["--chain", "2", "--temperature", "1", "--batch", "1", "--rounds", "2"]
@@ -162,7 +149,7 @@ def test_what_is_stopped_while_it_writes_keeps_the_file_as_it_was(
 def test_without_a_complete_run_only_the_error_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "Pool", FakePool(1, RuntimeError("it failed")))
+    monkeypatch.setattr(session, "Pool", EndingPool(1, RuntimeError("it failed")))
     done = ran("bench", "serve", "--output", str(tmp_path / "result.json"))
     assert (done.exit_code, done.stderr) == (1, "dyntree bench serve: it failed\n")
     assert not list(tmp_path.iterdir())

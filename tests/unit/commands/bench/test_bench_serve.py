@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_engines import answered
 from prometheus_client.parser import text_string_to_metric_families
 
 from dyntree_plugin.commands.bench import plan
@@ -34,8 +35,7 @@ class FakeServer:
 
     def serve(self, load: Load) -> tuple[Run, list[list[int]]]:
         self.log.append(f"{self.name} {load.max_tokens}")
-        run = Run(round=0, requests=1, seconds=1.0, output_tokens=1, tpot_ms=1.0, ttft_ms=1.0)
-        return run, [self.answer for _ in load.requests]
+        return answered(load, self.answer)
 
 
 def opener(answers: Mapping[str, list[int]], log: list[str]) -> Any:

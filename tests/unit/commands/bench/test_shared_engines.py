@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_up_engines import answered
 
 from benchmarks.serve import limit_model, shared, watching
 from dyntree_plugin.commands.bench import plan
@@ -84,7 +85,7 @@ class Process:
 
     def serve(self, load: Load) -> tuple[Run, Any]:
         self.loads.append(load)
-        return Run(round=0, requests=1, seconds=1.0, output_tokens=1, tpot_ms=1.0, ttft_ms=1.0), []
+        return answered(load)
 
     def end(self) -> None:
         self.ends += 1

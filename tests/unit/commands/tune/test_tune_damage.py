@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
 from command_lines import ran, refused
+from made_up_engines import FakePool
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
@@ -34,22 +34,7 @@ HEAD = ("--head", "eagle3", "--head-vocabulary", "64")
 Change = Callable[[Path], object]
 
 
-class Answers:
-    """Stands for the pool of engines, and for the engine, that write."""
-
-    def __init__(self, **_: int) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    @contextmanager
-    def engine(self, *_: object) -> Iterator[Answers]:
-        yield self
-
+class Answers(FakePool):
     def serve(self, load: Any) -> tuple[None, list[tuple[int, ...]]]:
         drawn = random.Random(0)
         return None, [tuple(drawn.choices(range(VOCABULARY), k=8)) for _ in load.requests]
