@@ -1,4 +1,5 @@
-"""Lists longer than the rows of vLLM's states act as lists that fit do."""
+"""Lists longer than the rows of vLLM's states act as lists that fit do, and no token beyond the
+vocabulary is written behind a row."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from vllm import SamplingParams
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.thinking_budget import apply_thinking_budget
 
 from dyntree_plugin.admission.request_limits import WORD_TOKENS_ON_CPU
 from vllm_cpu_runner.long_lists import lift_limits
 
-VOCABULARY, REQUESTS, PROMPT = 6000, 3, 4
+VOCABULARY, REQUESTS, PROMPT, BEYOND = 6000, 3, 4, 4
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +114,28 @@ def test_rows_of_vllms_width_would_refuse_them(states: Any) -> None:
     params._bad_words_token_ids = [[1] * 1025]
     with pytest.raises(ValueError, match="Too many total bad word tokens: 1025"):
         states[1]._state.add_request(0, params)
+
+
+def forced(end: int) -> torch.Tensor:
+    """Return zero logits of two rows, whose thoughts must end with this token, and what lies
+    behind each row."""
+
+    def int32(*numbers: int) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32)
+
+    rows, marker = torch.arange(2), int32(end)
+    texts, lengths = torch.tensor([[1, 5], [1, 5]], dtype=torch.int32), int32(2, 2)
+    memory, nowhere = torch.zeros(2, VOCABULARY + BEYOND), [int32(-1, -1) for _ in range(2)]
+    apply_thinking_budget(
+        memory[:, :VOCABULARY], rows, rows, int32(1, 1), texts, lengths, int32(5, 5), int32(0, 0),
+        *nowhere, int32(0, 0), int32(1), marker, marker,
+    )  # fmt: skip
+    return memory
+
+
+@pytest.mark.parametrize("end", [VOCABULARY - 1, VOCABULARY, VOCABULARY + BEYOND - 1])
+def test_a_token_beyond_the_vocabulary_is_not_forced(end: int) -> None:
+    expected = torch.zeros(2, VOCABULARY + BEYOND)
+    if end < VOCABULARY:
+        expected[:, end] = 1e9
+    assert torch.equal(forced(end), expected)

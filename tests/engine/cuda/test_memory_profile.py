@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -24,12 +25,33 @@ from dyntree_plugin.engine.drafts.head import HeadSpeculator
 from dyntree_plugin.engine.step.verify import TreeVerifier
 
 ROWS, REQUESTS, WIDTHS, HIDDEN = 32, 6, (1, 4, 3), 8
-
-
-@pytest.mark.parametrize(
+PROFILED = pytest.mark.parametrize(
     ("device", "profiled", "expected"),
     [("cuda", True, REQUESTS * max(WIDTHS)), ("cuda", False, REQUESTS), ("cpu", True, REQUESTS)],
 )
+
+
+def batch() -> Any:
+    ids = torch.zeros(ROWS + 3)
+    return SimpleNamespace(num_tokens=ROWS, num_reqs=REQUESTS, input_ids=ids, positions=ids)
+
+
+def runner_of(most_tokens: int, verifier: Any, logits: Callable[[torch.Tensor], Any]) -> Any:
+    """Return a runner that knows what its rows need: trees of 16 nodes."""
+    pytest.importorskip("triton", reason="the runner on CUDA needs it")
+    from dyntree_plugin.engine.cuda.runner import TreeGPUModelRunner
+
+    runner: Any = object.__new__(TreeGPUModelRunner)
+    vars(runner).update(
+        trees=SimpleNamespace(shape=SimpleNamespace(node_budget=16)),
+        max_num_tokens=most_tokens,
+        verifier=verifier,
+        model=SimpleNamespace(compute_logits=logits),
+    )
+    return runner
+
+
+@PROFILED
 def test_the_widest_forward_of_every_draft_is_profiled(
     device: str, profiled: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,9 +81,7 @@ def test_the_widest_forward_of_every_draft_is_profiled(
         further=[draft("second")],
     )
     speculator.rows_of_logits = partial(TreeSpeculator.rows_of_logits, speculator)
-    ids = torch.zeros(ROWS + 3)
-    batch: Any = SimpleNamespace(num_tokens=ROWS, num_reqs=REQUESTS, input_ids=ids, positions=ids)
-    TreeSpeculator.rehearse(speculator, batch, (), most_logits=profiled)
+    TreeSpeculator.rehearse(speculator, batch(), (), most_logits=profiled)
     assert seen == [("first", expected), ("second", expected)]
     assert mixed == [expected] * 2
 
@@ -86,10 +106,7 @@ def head(monkeypatch: pytest.MonkeyPatch) -> HeadSpeculator:
     return HeadSpeculator(config, torch.device("cpu"), None, compose)
 
 
-@pytest.mark.parametrize(
-    ("device", "profiled", "expected"),
-    [("cuda", True, REQUESTS * max(WIDTHS)), ("cuda", False, REQUESTS), ("cpu", True, REQUESTS)],
-)
+@PROFILED
 def test_every_row_and_the_widest_forward_of_a_head_are_profiled(
     device: str, profiled: bool, expected: int, head: HeadSpeculator
 ) -> None:
@@ -105,9 +122,8 @@ def test_every_row_and_the_widest_forward_of_a_head_are_profiled(
         run=run,
         compute_draft_logits=lambda hidden, _: seen.append(len(hidden)),
     )
-    ids, states = torch.zeros(ROWS + 3), torch.zeros(ROWS + 3, HIDDEN)
-    batch: Any = SimpleNamespace(num_tokens=ROWS, num_reqs=REQUESTS, input_ids=ids, positions=ids)
-    head.rehearse(batch, (states,) * 3, most_logits=profiled)
+    states = torch.zeros(ROWS + 3, HIDDEN)
+    head.rehearse(batch(), (states,) * 3, most_logits=profiled)
     assert seen == [expected]
 
 
@@ -116,24 +132,15 @@ def test_every_row_and_the_widest_forward_of_a_head_are_profiled(
 def test_every_row_of_the_trees_is_profiled(
     most_tokens: int, expected: int, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("triton", reason="the runner on CUDA needs it")
-    from dyntree_plugin.engine.cuda.runner import TreeGPUModelRunner
-
     seen: list[int] = []
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         seen.append(len(hidden))
         return torch.zeros(len(hidden), 8)
 
+    runner = runner_of(most_tokens, SimpleNamespace(copies=copies, keeps_logits=False), logits)
     monkeypatch.setattr(
         GPUModelRunner, "_dummy_sampler_run", lambda _, hidden: seen.append(len(hidden))
-    )
-    runner: Any = object.__new__(TreeGPUModelRunner)
-    vars(runner).update(
-        trees=SimpleNamespace(shape=SimpleNamespace(node_budget=16)),
-        max_num_tokens=most_tokens,
-        verifier=SimpleNamespace(copies=copies, keeps_logits=False),
-        model=SimpleNamespace(compute_logits=logits),
     )
     runner._dummy_sampler_run(torch.zeros(REQUESTS, 2))
     assert seen == [expected, REQUESTS]
@@ -165,14 +172,8 @@ def test_processed_logits_that_are_kept_are_profiled(
         verifier: Any = object.__new__(TreeVerifier)
         verifier.copies, verifier.sampler = 1, SimpleNamespace(logprobs_mode=mode)
         verifier._walk = SimpleNamespace(reads_logits=reads_distributions)
-        runner: Any = object.__new__(of_cuda.TreeGPUModelRunner)
-        vars(runner).update(
-            trees=SimpleNamespace(shape=SimpleNamespace(node_budget=16)),
-            max_num_tokens=1000,
-            verifier=verifier,
-            model=SimpleNamespace(
-                compute_logits=lambda hidden: torch.zeros(len(hidden), vocabulary).bfloat16()
-            ),
+        runner = runner_of(
+            1000, verifier, lambda hidden: torch.zeros(len(hidden), vocabulary).bfloat16()
         )
         runner._dummy_sampler_run(torch.zeros(REQUESTS, 2))
     without, with_laws, with_logprobs = held
