@@ -11,18 +11,18 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
-from test_budget_by_tree import batch
 from test_regret import (
     RUNS,
     Curve,
+    Grown,
+    Shuffled,
     World,
     by_blocks,
-    cost,
     dear_from_9,
     flat,
     larger,
     one_size,
+    sizes_for_trees,
     steep,
 )
 
@@ -35,15 +35,25 @@ BATCHES = (4, 1, 4, 16, 64)
 CURVES = (flat, steep, by_blocks, larger)
 
 
+def chain(chances: list[float]) -> Grown:
+    """Return a drawn chain; a forward draws a token of each request."""
+    return Grown(
+        [[chance] for chance in chances[:-1]],
+        [[*chances[: 1 + f], *[0.0] * (DEPTH - 1 - f)] for f in range(DEPTH)],
+        [[*range(DEPTH)]] * DEPTH,
+    )
+
+
 class Chains(World):
-    """A world whose requests have drawn chains: ``drawn`` are chances [R, DEPTH] of each step."""
+    """A world whose requests have drawn chains."""
 
     def __init__(
         self, seconds: Curve, batches: Sequence[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         super().__init__(seconds, FORWARD, (), STEPS, monkeypatch)
         made = np.random.default_rng(2)
-        self.drawn = [self.chances(made, batch) for batch in batches for _ in range(STEPS)]
+        drawn = [self.chances(made, batch) for batch in batches for _ in range(STEPS)]
+        self.trees = [[chain(of_one) for of_one in step.tolist()] for step in drawn]
 
     def chances(self, made: np.random.Generator, requests: int) -> np.ndarray:
         """Texts differ in how easy they are, and so do their places."""
@@ -52,8 +62,9 @@ class Chains(World):
 
     def of_best(self, first: int, end: int) -> float:
         """Return the tokens per second of these steps, over those of the best fixed chain."""
-        requests = len(self.drawn[first])
-        worth = np.concatenate([[1.0], np.mean(self.drawn[first:end], axis=(0, 1))]).cumsum()
+        drawn = np.array([[tree.values[-1] for tree in step] for step in self.trees[first:end]])
+        requests = drawn.shape[1]
+        worth = np.concatenate([[1.0], drawn.mean(axis=(0, 1))]).cumsum()
         best = max(
             requests * tokens / self.took(requests * (1 + length), max(length - 1, 0))
             for length, tokens in enumerate(worth)
@@ -62,41 +73,12 @@ class Chains(World):
         return float(tokens / seconds / best)
 
 
-def run_chains(
-    world: Chains,
-    believed: Curve,
-    told: Callable[[np.ndarray], np.ndarray] = lambda chances: chances,
-) -> None:
-    """Serve drawn chains; ``told``: what the budget believes of their chances."""
-    budget = TreeBudget(DEPTH - 1)
-    budget.measured(cost(believed))
-    counts, before = np.zeros(0, int), np.zeros((0, DEPTH))
-    for chances in world.drawn:
-        requests, said = len(chances), told(chances)
-        if requests != len(counts):
-            counts, before = np.zeros(requests, int), np.zeros((requests, DEPTH))
-        rows = requests + int(counts.sum())
-        tokens = requests + before[np.arange(DEPTH) < counts[:, None]].sum()
-        of_step = batch(rows, (0,) * requests, 100)
-        budget.begin(of_step)
-        forwards = 0
-        while forwards < DEPTH - 1 and budget.drafting_pays(
-            torch.tensor(said[:, forwards : forwards + 1]).float().log()
-        ):
-            forwards += 1
-        target, draft = world.step(rows, forwards, tokens)
-        budget.observe(of_step, 1 + forwards, {"target": target, "draft": draft})
-        there = np.arange(DEPTH) <= forwards
-        whole = torch.full((requests,), 1 + forwards)
-        needed = torch.arange(DEPTH).expand(requests, DEPTH)
-        values = torch.tensor(np.where(there, said, 0.0)).float().log()
-        counts = budget.cut(values, whole, needed, np.ones(requests, dtype=bool)).numpy()
-        before = np.where(there, chances, 0.0)
+run_chains = partial(sizes_for_trees, drawn=True)
 
 
 def worst(world: Chains, seen: int = STEPS // 2) -> float:
     """Return the least `of_best` of a number of requests, without its first steps."""
-    firsts = range(0, len(world.drawn), STEPS)
+    firsts = range(0, len(world.trees), STEPS)
     return min(world.of_best(first + seen, first + STEPS) for first in firsts)
 
 
@@ -138,9 +120,9 @@ def test_trying_what_is_not_known_costs_less_than_one_percent(
 def test_shuffled_chances_lose(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: chains are cut by the chances of another text, whose average is the same."""
     made = []
-    for turned in (0, 1):
+    for budget in (TreeBudget(DEPTH - 1), Shuffled(DEPTH - 1)):
         world = Chains(steep, (16,), monkeypatch)
-        run_chains(world, steep, partial(np.roll, shift=turned, axis=0))
+        run_chains(world, steep, budget)
         made.append(world.of_best(STEPS // 2, STEPS))
     assert made[1] < made[0] - 0.03
 

@@ -147,20 +147,21 @@ class World:
 def sizes_for_trees(
     world: World, believed: Curve, budget: TreeBudget | None = None, *, drawn: bool = False
 ) -> None:
-    """Run with a size for each tree."""
-    budget = budget or TreeBudget(FORWARDS)
+    """Run with a size for each tree; ``drawn``: they are drawn chains, or trees."""
+    most, nodes = len(world.trees[0][0].frontiers), len(world.trees[0][0].values[0])
+    budget = budget or TreeBudget(most)
     budget.measured(cost(believed))
-    counts, values = np.zeros(0, int), np.zeros((0, NODES))
+    counts, values = np.zeros(0, int), np.zeros((0, nodes))
     for trees in world.trees:
         requests = len(trees)
         if requests != len(counts):
-            counts, values = np.zeros(requests, int), np.zeros((requests, NODES))
+            counts, values = np.zeros(requests, int), np.zeros((requests, nodes))
         rows = requests + int(counts.sum())
-        tokens = requests + values[np.arange(NODES) < counts[:, None]].sum()
+        tokens = requests + values[np.arange(nodes) < counts[:, None]].sum()
         of_step = batch(rows, (0,) * requests, 100)
         budget.begin(of_step)
         forwards = 0
-        while forwards < FORWARDS and budget.drafting_pays(
+        while forwards < most and budget.drafting_pays(
             torch.tensor([tree.frontiers[forwards] for tree in trees]).log()
         ):
             forwards += 1
@@ -168,7 +169,7 @@ def sizes_for_trees(
         budget.observe(of_step, 1 + forwards, {"target": target, "draft": draft})
         values = np.array([tree.values[forwards] for tree in trees])
         needed = torch.tensor([tree.forwards[forwards] for tree in trees])
-        whole = torch.full((requests,), NODES)
+        whole = torch.full((requests,), nodes)
         which = np.full(requests, drawn)
         counts = budget.cut(torch.tensor(values).float().log(), whole, needed, which).numpy()
 
@@ -281,13 +282,15 @@ def test_a_machine_and_drafts_that_change_are_followed(
         assert world.of_best(end - 100, end) > 0.97
 
 
+class Shuffled(TreeBudget):
+    """Believes the values of other requests."""
+
+    def cut(self, values: torch.Tensor, *given: Any) -> torch.Tensor:
+        return super().cut(values.roll(1, 0), *given)
+
+
 def test_nodes_of_shuffled_values_are_worth_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a budget that believes other requests' trees makes less of the same world."""
-
-    class Shuffled(TreeBudget):
-        def cut(self, values: torch.Tensor, *given: Any) -> torch.Tensor:
-            return super().cut(values.roll(1, 0), *given)
-
     made = []
     for budget in (TreeBudget(FORWARDS), Shuffled(FORWARDS)):
         world = World(steep, 0.004, 4, 400, monkeypatch)
