@@ -1,8 +1,10 @@
-"""A grammar's bitmask after every node of a tree is the one after the same tokens in a list."""
+"""A grammar's bitmask after every node of a tree is the one after the same tokens in a list.
+
+These are small trees; `test_tree_grammars` has drawn ones, and every backend.
+"""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import torch
@@ -147,36 +149,6 @@ def test_a_thought_has_no_forbidden_end_on_any_path() -> None:
 
 def test_the_thought_that_is_going_on_is_free_without_drafts() -> None:
     assert masks(Sentences(*LANGUAGE), Tree([], []), after_thoughts) == [EVERY]
-
-
-def random_tree(drawn: random.Random, nodes: int) -> Tree:
-    known = [1, 2, 3, 5, 6, 7, 8, 9, 40, END, 33]
-    return Tree(
-        [drawn.choice(known) for _ in range(nodes)], [drawn.randrange(-1, j) for j in range(nodes)]
-    )
-
-
-def path_to(tree: Tree, node: int) -> list[int]:
-    path: list[int] = []
-    while node >= 0:
-        path.append(tree.tokens[node])
-        node = tree.parents[node]
-    return path[::-1]
-
-
-def test_masks_are_those_of_each_path_alone() -> None:
-    for seed in range(20):
-        tree = random_tree(random.Random(seed), 24)
-        grammar = Sentences(*LANGUAGE)
-        found = masks(grammar, tree)
-        assert (grammar.text, grammar.rejected) == ([], 0)
-        for node in range(-1, len(tree.tokens)):
-            alone = Sentences(*LANGUAGE)
-            reached = True
-            for token in path_to(tree, node):
-                reached &= alone.is_terminated() or alone.accept_tokens("alone", [token])
-            if reached:
-                assert found[1 + node] == (EVERY if alone.is_terminated() else alone.allowed())
 
 
 def test_a_deep_tree_is_no_recursion() -> None:

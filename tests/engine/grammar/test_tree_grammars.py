@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_grammar_walk import at_once, path_to
+from test_grammar_walk import at_once
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
@@ -85,6 +85,14 @@ def after(name: str, make: Callable[[], Any], path: list[int]) -> Any:
             return None
         assert grammar.accept_tokens("alone", [token])
     return grammar
+
+
+def path_to(tree: Tree, node: int) -> list[int]:
+    path: list[int] = []
+    while node >= 0:
+        path.append(tree.tokens[node])
+        node = tree.parents[node]
+    return path[::-1]
 
 
 def drawn_tree(name: str, make: Callable[[], Any], drawn: random.Random) -> Tree:
