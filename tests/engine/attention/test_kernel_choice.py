@@ -146,24 +146,10 @@ def test_batch_invariance_needs_tritons_kernel(
     assert isinstance(chosen(kernel_table=table(tmp_path, 3.0)), TritonTrees)
 
 
-def test_by_default_the_packages_table_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an H200 it is Triton's kernel that serves ten layers."""
-    assert isinstance(chosen(), TritonTrees)
-    table = [MEASURED, replace(MEASURED, implementation="flashinfer", microseconds=3.0)]
-    monkeypatch.setattr(dispatch, "shipped_table", lambda: table)
-    assert chosen()[0] == FLASHINFER
-
-
 def test_a_plan_counts_once_for_all_layers(tmp_path: Path) -> None:
     """Ten layers save 20 µs of a step."""
     assert isinstance(chosen(kernel_table=table(tmp_path, 3.0, plan=21)), TritonTrees)
     assert chosen(kernel_table=table(tmp_path, 3.0, plan=19))[0] == FLASHINFER
-
-
-def test_the_kernel_that_is_asked_for_serves_whatever_was_measured(tmp_path: Path) -> None:
-    assert chosen(attention="flashinfer", kernel_table=table(tmp_path, 9.0))[0] == FLASHINFER
-    triton = chosen(attention="triton", kernel_table=table(tmp_path, 3.0))
-    assert isinstance(triton, TritonTrees)
 
 
 def test_layers_that_flashinfer_does_not_serve_stay_with_triton(
