@@ -50,9 +50,7 @@ LAGUNA: dict[str, Any] = FLASH | {
 """Those of one whose layer sees in a window."""
 
 
-def drafting(
-    model: object, method: str | None, length: int = WIDTH, **more: Any
-) -> dict[str, Any]:
+def drafting(model: object, method: str | None, length: int = WIDTH, **more: Any) -> dict[str, Any]:
     """Return the arguments of an engine with a draft."""
     speculation = {"method": method, "model": model, "num_speculative_tokens": length}
     return {"speculative_config": speculation | more}
