@@ -1,4 +1,7 @@
-"""The adaptive budget in the engine: what it learns from steps, and what it decides by that."""
+"""The adaptive budget in the engine: what it learns from steps, and what it decides by that.
+
+`test_regret` and `test_changing_batches` have more worlds, and other changes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_regret import FORWARDS, SIZES, OneSize, World, cost, flat, grow
 
 from dyntree_plugin.engine.budget.by_schedule import NodeBuckets
 from dyntree_plugin.engine.step.count import report
@@ -17,112 +21,56 @@ from dyntree_plugin.engine.telemetry.counts import WorkerCounts
 from dyntree_plugin.engine.telemetry.step_record import StepRecord
 from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.budget import learned
-from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds
-
-FORWARDS, SIZES = 7, (0, 1, 2, 4, 8)
 
 
-class World:
-    """An engine whose steps take what they take, in which trees are worth what they are.
+class Engine(OneSize):
+    """An engine whose ``requests`` all have drafts of one ``quality``."""
 
-    ``chance``: that one more node of a path is accepted. A tree's nodes are a chain down to the
-    depth that forwards reach, and behind it siblings of a fifth of a node's chance.
-    """
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        quality: float = 1.0,
+        forward: float = 0.004,
+        requests: int = 1,
+        fewest: int = 0,
+        of_position: float = 0.0,
+    ) -> None:
+        super().__init__(World(flat, forward, (), 0, monkeypatch), cost(flat, of_position), fewest)
+        self.quality, self.requests = quality, requests
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
-        self.now, self.chance, self.requests = 0.0, 0.8, 1
-        self.forward, self.row, self.fewest = 0.1, 0.001, 0
-        self.context, self.of_position, self.measured_position = 0.0, 0.0, 0.0
-        vars(self).update(more)
-        monkeypatch.setattr("time.perf_counter", lambda: self.now)
-        self.buckets = NodeBuckets(SIZES, FORWARDS)
-        # What is measured is a fifth off: contexts are longer.
-        seconds = (0.8 * (1 + self.row), 0.8 * (1 + 3000 * self.row))
-        cost = RowCost((1, 3000), seconds, 3000, self.measured_position)
-        self.buckets.measured(cost, self.fewest)
-
-        self.expected: StepSeconds | None = None
-        self.waiting: tuple[int, int] | None = None  # forwards and nodes of the last trees
-        self.tokens = 0.0
-        self.replaced: dict[str, int] = {}
-        self.chosen: list[tuple[int, int]] = []
-
-    def worth(self, chance: float) -> np.ndarray:
-        depth = np.arange(1, 2 + FORWARDS)
-        side = 0.2 * chance ** np.arange(SIZES[-1])
-        table = [
-            np.sort(np.concatenate([chance ** depth[: 1 + f], side]))[::-1].cumsum()
-            for f in range(1 + FORWARDS)
-        ]
-        return np.array([[0.0 if n == 0 else row[n - 1] for n in SIZES] for row in table])
-
-    def seconds(self, forwards: int, nodes: int) -> float:
-        row = self.row + self.of_position * self.context
-        verifying = 1 + row * self.requests * (1 + nodes)
-        return verifying + self.forward * (1 + forwards)
-
-    def rate(self, forwards: int, nodes: int) -> float:
-        made = 1 + self.worth(self.chance)[forwards, SIZES.index(nodes)]
-        return self.requests * float(made) / self.seconds(forwards, nodes)
-
-    @property
-    def best(self) -> float:
-        """Tokens per second of the best choice."""
-        return max(self.rate(f, n) for f in range(1 + FORWARDS) for n in SIZES)
-
-    def step(self) -> None:
-        """Verify the trees that wait, and draft the next."""
-        forwards, nodes = self.waiting or (0, 0)
-        # The trees that wait were drafted behind the output of the last step.
-        took = self.seconds(forwards, nodes)
-        self.now += took
-        table = self.worth(self.chance)
-        table[forwards:] = table[forwards]
-        self.tokens += self.requests * (1 + table[forwards, SIZES.index(nodes)])
-        replaced, self.replaced = self.replaced, {}
-        counts = WorkerCounts(
-            [True] * self.requests,
-            verified=bool(nodes),
-            worth=table.tolist(),
-            growth_forwards=forwards if nodes else None,
-            drafted=[(self.requests, 1 + forwards, self.forward * (1 + forwards))],
-            replaced=replaced,
-            context=self.context,
-        )
-        self.expected = self.buckets.observe(counts, self.requests * (1 + nodes))
-        nodes = self.buckets[self.requests]
-        self.waiting = (self.buckets.forwards, nodes)
-        self.chosen.append(self.waiting)
-
-    def run(self, steps: int) -> float:
-        """Tokens per second of so many steps, as a part of the best."""
-        began, self.tokens = self.now, 0.0
-        for _ in range(steps):
-            self.step()
-        return self.tokens / (self.now - began) / self.best
+    def run(self, steps: int, **noted: Any) -> float:
+        """Tokens per second of so many steps, as a part of the best fixed setting's; the worker
+        counts what is ``noted`` with the first."""
+        first = len(self.world.made)
+        self.world.trees += [[grow(self.quality)] * self.requests] * steps
+        for trees in self.world.trees[first:]:
+            self.expected = self.step(trees, **noted)
+            noted = {}
+        return self.world.of_best(first, first + steps)
 
 
 def test_the_choice_follows_drafts_that_become_dear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`test_regret` and `test_changing_batches` have more worlds, and other changes."""
-    world = World(monkeypatch, forward=0.01)
-    assert world.buckets[1] == SIZES[-1], "nothing is known yet"
-    world.run(400)
-    assert world.run(200) > 0.96
-    assert world.expected is not None
-    assert world.expected.expected == pytest.approx(world.expected.measured, rel=0.1)
-    world.forward = 0.3
-    world.run(1300)
-    assert world.run(640) > 0.95
+    engine = Engine(monkeypatch, forward=0.001)
+    assert engine.budget[1] == SIZES[-1], "nothing is known yet"
+    engine.run(400)
+    assert engine.run(200) > 0.96
+    assert engine.expected is not None
+    assert engine.expected.expected == pytest.approx(engine.expected.measured, rel=0.1)
+    engine.world.forward = 0.03
+    engine.run(1300)
+    assert engine.run(640) > 0.95
 
 
 def test_trees_shrink_with_the_first_step_of_long_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = []
-    for measured in (1e-6, 0.0):  # The second is the control: rows were measured without context.
-        world = World(monkeypatch, of_position=1e-6, measured_position=measured)
-        world.run(600)
-        world.context = 1e6
-        world.step()
-        nodes.append(world.chosen[-1][1])
+    for of_position in (
+        1e-7,
+        0.0,
+    ):  # The second is the control: rows were measured without context.
+        engine = Engine(monkeypatch, of_position=of_position)
+        engine.run(600)
+        engine.run(1, context=1e6)
+        nodes.append(engine.nodes)
     assert nodes[0] < nodes[1]
 
 
@@ -131,12 +79,12 @@ def test_without_trying_more_a_change_is_not_seen(monkeypatch: pytest.MonkeyPatc
     shares = []
     for share in (learned.SHARE, 0.0):
         monkeypatch.setattr(learned, "SHARE", share)
-        world = World(monkeypatch, requests=64, row=0.01, chance=0.05)
-        world.run(600)
-        assert world.chosen[-2] == (0, 0)
-        vars(world).update(chance=0.99)
-        world.run(1300)
-        shares.append(world.run(640))
+        engine = Engine(monkeypatch, quality=0.05, requests=64)
+        engine.run(600)
+        assert (engine.forwards, engine.nodes) == (0, 0)
+        engine.quality = 1.2
+        engine.run(1300)
+        shares.append(engine.run(640))
     assert shares[0] > 0.95
     assert shares[1] < 0.8
 
@@ -145,11 +93,11 @@ def test_new_weights_are_judged_within_64_steps(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(learned, "SHARE", 0.0)
     shares = []
     for replaced in ({"draft": 1}, {}):  # The second is the control: nobody told.
-        world = World(monkeypatch, requests=64, row=0.01, chance=0.05)
-        world.run(600)
-        vars(world).update(chance=0.99, replaced=replaced)
-        world.run(64)
-        shares.append(world.run(32))
+        engine = Engine(monkeypatch, quality=0.05, requests=64)
+        engine.run(600)
+        engine.quality = 1.2
+        engine.run(64, replaced=replaced)
+        shares.append(engine.run(32))
     assert shares[0] > 0.9
     assert shares[1] < 0.8
 
@@ -157,9 +105,12 @@ def test_new_weights_are_judged_within_64_steps(monkeypatch: pytest.MonkeyPatch)
 def test_where_drafting_cannot_end_early_every_forward_is_reckoned_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = World(monkeypatch, forward=0.3, fewest=FORWARDS)
-    world.run(300)
-    assert {forwards for forwards, _ in world.chosen} == {FORWARDS}
+    """Control: where it can, it does."""
+    found = []
+    for fewest in (FORWARDS, 0):
+        engine = Engine(monkeypatch, forward=0.03, fewest=fewest)
+        found.append({engine.forwards for _ in range(300) if engine.run(1)})
+    assert found[0] == {FORWARDS} != found[1]
 
 
 @pytest.mark.parametrize(("synchronous", "seconds"), [(True, 0.4), (False, 0.7)])
@@ -188,16 +139,17 @@ def test_the_drafting_between_two_outputs_is_no_cost_of_rows(
 def test_steps_that_read_a_prompt_teach_a_scheduler_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = World(monkeypatch)
-    world.run(300)
-    before = world.buckets[1], world.buckets.forwards
-    for _ in range(50):
-        world.now += 100.0
-        counts = WorkerCounts(
-            [True, False], verified=True, worth=[[9.0] * 5] * 8, growth_forwards=7
-        )
-        world.buckets.observe(counts, 500)
-    assert (world.buckets[1], world.buckets.forwards) == before
+    """Control: if all requests decode, it learns from such steps."""
+    found, worth = [], [[9.0] * len(SIZES)] * (1 + FORWARDS)
+    for decoding in ([], [True, False], [True, True]):
+        engine = Engine(monkeypatch, requests=2)
+        engine.run(300)
+        for _ in range(50 * bool(decoding)):
+            engine.world.now += 100.0
+            counts = WorkerCounts(decoding, verified=True, worth=worth, growth_forwards=FORWARDS)
+            engine.budget.observe(counts, 500)
+        found.append((engine.budget[2], engine.budget.forwards))
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize(("ended_early", "verified"), [(True, True), (False, True), (True, False)])
@@ -206,17 +158,17 @@ def test_trees_that_no_forward_could_change_are_whole(
 ) -> None:
     """Drafting ends where look-up and few forwards fill the trees. Control: without knowing that,
     or if no tree was verified, the budget waits for trees of every forward, and chooses nothing."""
-    world = World(monkeypatch)
-    worth = [[0.0, 0.9, 1.5, 1.7, 1.8]] * (1 + FORWARDS)
+    engine = Engine(monkeypatch)
+    worth = [[min(0.9 * size, 1.8) for size in SIZES]] * (1 + FORWARDS)
     for _ in range(100):
-        world.now += 2.0
+        engine.world.now += 2.0
         counts = WorkerCounts(
             [True], verified=verified, worth=worth, growth_forwards=2, ended_early=ended_early,
             drafted=[(1, 3, 0.3)],
         )  # fmt: skip
-        world.buckets.observe(counts, 9)
-    world.buckets[1]
-    assert world.buckets.forwards == (0 if ended_early and verified else FORWARDS)
+        engine.budget.observe(counts, 9)
+    engine.budget[1]
+    assert engine.budget.forwards == (0 if ended_early and verified else FORWARDS)
 
 
 def test_steps_note_what_trees_were_worth_where_the_scheduler_needs_it() -> None:

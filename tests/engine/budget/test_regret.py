@@ -17,7 +17,7 @@ from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
 from dyntree_plugin.tree.budget import learned
 from dyntree_plugin.tree.budget.choice import node_buckets
-from dyntree_plugin.tree.budget.row_cost import RowCost
+from dyntree_plugin.tree.budget.row_cost import RowCost, StepSeconds
 from dyntree_plugin.tree.budget.worth import ALIKE, worth_by_forwards
 
 NODES, WIDTH, FORWARDS = 16, 4, 8
@@ -179,36 +179,51 @@ def drawn_trees(world: World, believed: Curve) -> None:
     sizes_for_trees(world, believed, TreeBudget(FORWARDS, drawn_trees=True), drawn=True)
 
 
-def one_size(world: World, believed: Curve) -> None:
-    """Run with one size for a step, which verifies trees of the step before."""
-    budget, world.sizes = NodeBuckets(SIZES, FORWARDS), SIZES
-    budget.measured(cost(believed))
-    forwards, nodes = 0, 0
-    values = needed = np.zeros((0, NODES))
-    for trees in world.trees:
+class OneSize:
+    """An engine with one size for a step, which verifies trees of the step before."""
+
+    def __init__(self, world: World, believed: RowCost, fewest: int = 0) -> None:
+        self.world, world.sizes = world, SIZES
+        self.budget = NodeBuckets(SIZES, FORWARDS)
+        self.budget.measured(believed, fewest)
+        self.forwards = self.nodes = 0
+        self.values = self.needed = np.zeros((0, NODES))
+
+    def step(self, trees: list[Grown], **noted: Any) -> StepSeconds | None:
+        """Draft one of the trees for each request; ``noted``: what else the worker counts."""
         requests = len(trees)
-        if requests != len(values):
-            values, needed, nodes = np.zeros((requests, NODES)), np.zeros((requests, NODES)), 0
-        rows = requests * (1 + nodes)
-        _, draft = world.step(rows, forwards, requests + values[:, :nodes].sum())
-        worth = worth_by_forwards(values, needed, forwards, SIZES)
-        padded = np.pad(worth, ((0, FORWARDS - forwards), (0, 0)), mode="edge")
+        if requests != len(self.values):
+            self.values = self.needed = np.zeros((requests, NODES))
+            self.nodes = 0
+        rows = requests * (1 + self.nodes)
+        tokens = requests + self.values[:, : self.nodes].sum()
+        _, draft = self.world.step(rows, self.forwards, tokens)
+        worth = worth_by_forwards(self.values, self.needed, self.forwards, SIZES)
+        padded = np.pad(worth, ((0, FORWARDS - self.forwards), (0, 0)), mode="edge")
         counts = WorkerCounts(
             [True] * requests,
-            verified=bool(nodes),
+            verified=bool(self.nodes),
             worth=padded.tolist(),
-            growth_forwards=forwards if nodes else None,
-            drafted=[(requests, 1 + forwards, draft)],
+            growth_forwards=self.forwards if self.nodes else None,
+            drafted=[(requests, 1 + self.forwards, draft)],
+            **noted,
         )
-        budget.observe(counts, rows)
-        nodes = budget[requests]
-        forwards = budget.forwards
-        values = np.array([tree.values[forwards] for tree in trees])
-        needed = np.array([tree.forwards[forwards] for tree in trees])
+        seconds = self.budget.observe(counts, rows)
+        self.nodes = self.budget[requests]
+        self.forwards = self.budget.forwards
+        self.values = np.array([tree.values[self.forwards] for tree in trees])
+        self.needed = np.array([tree.forwards[self.forwards] for tree in trees])
+        return seconds
 
 
-def cost(believed: Curve) -> RowCost:
-    return RowCost(MEASURED, tuple(believed(rows) for rows in MEASURED), 1100)
+def one_size(world: World, believed: Curve) -> None:
+    engine = OneSize(world, cost(believed))
+    for trees in world.trees:
+        engine.step(trees)
+
+
+def cost(believed: Curve, of_position: float = 0.0) -> RowCost:
+    return RowCost(MEASURED, tuple(believed(rows) for rows in MEASURED), 1100, of_position)
 
 
 RUNS = (sizes_for_trees, drawn_trees, one_size)
