@@ -270,6 +270,7 @@ TABLES: dict[str, Callable[[], str]] = {
             "offload": "serve-llama-1b-offload",
         }.items()
     },
+    "speed_smollm2": partial(_speed_ups_by_prompts, "serve-smollm2-look-up"),
     "speed_gpu": partial(_on_gpus, "1b"),
     "peers": _peers,
     "recipes": _recipes,
