@@ -138,7 +138,7 @@ app.add_typer(bench, name="bench")
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
-@ends_by_signals
+@ends_by_signals()
 def doctor(
     command: Annotated[
         list[str] | None,

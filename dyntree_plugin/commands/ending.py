@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_SECONDS = 5.0
@@ -32,23 +28,13 @@ class Ended(SystemExit):
     code: int
 
 
-def ends_by_signals(command: Callable[P, R]) -> Callable[P, R]:
-    """Have SIGINT, SIGTERM and SIGHUP raise `Ended` in a command, once.
+@contextmanager
+def ends_by_signals() -> Iterator[None]:
+    """Have SIGINT, SIGTERM and SIGHUP raise `Ended` once in a command that this decorates.
 
     No process that it started is left. vLLM does not see to that: an engine that starts takes
     notice neither of a signal nor of the end of the process that waits for it.
     """
-
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _ending_by_signals():
-            return command(*args, **kwargs)
-
-    return wrapped
-
-
-@contextmanager
-def _ending_by_signals() -> Iterator[None]:
     received: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:

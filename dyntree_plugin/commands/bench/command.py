@@ -49,7 +49,7 @@ from dyntree_plugin.secrets import hidden
 from dyntree_plugin.strict_json import object_of
 
 
-@ends_by_signals
+@ends_by_signals()
 def serve(
     context: typer.Context,
     target: Target = None,

@@ -27,7 +27,7 @@ from dyntree_plugin.commands.start import (
 from dyntree_plugin.commands.vocabulary import shared
 
 
-@ends_by_signals
+@ends_by_signals()
 def demo(
     target: common.Target = None,
     draft: common.Draft = None,

@@ -42,7 +42,7 @@ _OF_TRACES = {"saved", "given_format", "output", "step", "verbose"}
 """Parameters of `show` that go with a saved trace."""
 
 
-@ends_by_signals
+@ends_by_signals()
 def show(
     context: typer.Context,
     prompt: arguments.Prompt = None,

@@ -20,7 +20,7 @@ TEMPERATURES = (0.0, 0.6, 1.0)
 NODES = (16,)
 
 
-@ends_by_signals
+@ends_by_signals()
 def tune(
     target: arguments.Target,
     draft: arguments.Draft = None,

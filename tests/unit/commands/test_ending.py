@@ -39,7 +39,7 @@ for each in (signal.SIGINT, signal.SIGHUP):  # a shell starts jobs that ignore t
     signal.signal(each, signal.SIG_DFL)
 ending._GRACE_SECONDS, ending._PATIENCE_SECONDS = 0.5, 2
 
-@ending.ends_by_signals
+@ending.ends_by_signals()
 def command(how):
     child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])
     try:
