@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
@@ -92,22 +92,26 @@ def rich_tree(
     ``max_siblings`` siblings (None: no limit), one line counts the least valuable ones; accepted
     nodes always stay.
     """
-    drawn = _Fitted(_root_label(step, text))
-    branches: dict[int, Tree] = {-1: drawn}
     end = step.accepted[-1] if step.accepted else -1
-    for entry in _walk(step, max_siblings):
-        branch = branches[entry.parent]
-        if entry.node is None:
-            branch.add(_line(entry.summary(step), "dim"))
-        else:
-            label = _label(step, entry.node, text)
+
+    def grow(branch: Tree, parent: int) -> Tree:
+        """Draw what is below ``parent`` (-1: the root), whose branch is given and returned."""
+        children = step.children(parent)
+        shown = _shown(children, step.accepted, max_siblings)
+        for child in shown:
+            label = _label(step, child, text)
             if with_sources:
-                look = _LOOKS[step.sources[entry.node]]
+                look = _LOOKS[step.sources[child]]
                 label.append(f"  {look.mark}", style=f"not bold {look.colour}")
-            branches[entry.node] = branch.add(label)
-    bonus = _line(f"{BONUS} {visible(text(step.bonus_token))}", "bold cyan")
-    branches[end].add(bonus.append("  bonus", style="not bold dim"))
-    return drawn
+            grow(branch.add(label), child)
+        if left_out := [child for child in children if child not in shown]:
+            branch.add(_line(_summary(step, left_out), "dim"))
+        if parent == end:
+            bonus = _line(f"{BONUS} {visible(text(step.bonus_token))}", "bold cyan")
+            branch.add(bonus.append("  bonus", style="not bold dim"))
+        return branch
+
+    return grow(_Fitted(_root_label(step, text)), -1)
 
 
 def step_panel(
@@ -156,48 +160,25 @@ def _legend(sources: Sequence[Source]) -> Text:
     return Text("   ").join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A ``node`` to draw below ``parent``; if it is None, the siblings that are ``left_out``."""
-
-    parent: int
-    node: int | None = None
-    left_out: tuple[int, ...] = ()
-
-    def summary(self, step: TreeStep) -> str:
-        best = max(map(step.value, self.left_out))
-        inside = sum(1 for _ in _below(step, self.left_out))
-        deeper = f" with {inside} below" if inside else ""
-        return f"… {len(self.left_out)} more{deeper}, value at most {_chance(best)}"
+def _shown(children: list[int], accepted: list[int], most: int | None) -> list[int]:
+    """Return up to ``most`` of a node's children: the accepted one, and the most valuable."""
+    room = len(children) if most is None else most
+    reserved = sum(child in accepted for child in children[room:])
+    return [
+        child for rank, child in enumerate(children) if rank < room - reserved or child in accepted
+    ]
 
 
-def _walk(step: TreeStep, max_siblings: int | None) -> Iterator[_Entry]:
-    """Yield what to draw, parents first."""
-    accepted = set(step.accepted)
-    waiting = [-1]
-    while waiting:
-        parent = waiting.pop(0)
-        children = step.children(parent)
-        room = len(children) if max_siblings is None else max_siblings
-        reserved = sum(child in accepted for child in children[room:])
-        shown = [
-            child
-            for rank, child in enumerate(children)
-            if rank < room - reserved or child in accepted
-        ]
-        for child in shown:
-            yield _Entry(parent, child)
-        if len(shown) < len(children):
-            yield _Entry(parent, left_out=tuple(c for c in children if c not in shown))
-        waiting.extend(shown)
-
-
-def _below(step: TreeStep, nodes: tuple[int, ...]) -> Iterator[int]:
+def _summary(step: TreeStep, nodes: Sequence[int]) -> str:
+    """Return a line that stands for these nodes and all below them."""
     inside = set(nodes)
     for node, parent in enumerate(step.parents):
         if parent in inside:
             inside.add(node)
-            yield node
+    below = len(inside) - len(nodes)
+    deeper = f" with {below} below" if below else ""
+    best = max(map(step.value, nodes))
+    return f"… {len(nodes)} more{deeper}, value at most {_chance(best)}"
 
 
 def _line(text: str, style: str = "") -> Text:
