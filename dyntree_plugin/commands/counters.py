@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import Metric
 
-Series = dict[str, list[tuple[dict[str, str], float]]]
-"""Labels and value of every series, by name."""
+Labels = tuple[tuple[str, str], ...]
+Series = dict[str, dict[Labels, float]]
+"""The value of every series, by its name and its labels."""
 
 
 def series_of(families: Iterable[Metric]) -> Series:
     found: Series = {}
     for family in families:
         for sample in family.samples:
-            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+            found.setdefault(sample.name, {})[tuple(sample.labels.items())] = sample.value
     return found
 
 
@@ -26,28 +27,24 @@ class Counters:
         self._before = before
 
     def gauge(self, name: str) -> int:
-        return int(sum(value for _, value in self._now.get(name, ())))
+        return int(sum(self._now.get(name, {}).values()))
 
     def total(self, name: str, **where: str) -> float:
         """Return the increase over all series that have these labels."""
-        return _total(self._now, name, where) - _total(self._before, name, where)
+        return sum(more for labels, more in self._grown(name) if where.items() <= labels.items())
 
     def by(self, label: str, name: str) -> dict[str, float]:
         """Return the increase for each value of a label."""
-        now, before = (_sums(series, name, label) for series in (self._now, self._before))
-        return {value: total - before.get(value, 0) for value, total in now.items()}
+        sums: dict[str, float] = {}
+        for labels, more in self._grown(name):
+            if label in labels:
+                sums[labels[label]] = sums.get(labels[label], 0) + more
+        return sums
 
     def labels(self, name: str) -> dict[str, str]:
-        return next((labels for labels, _ in self._now.get(name, ())), {})
+        return dict(next(iter(self._now.get(name, {})), ()))
 
-
-def _total(series: Series, name: str, where: dict[str, str]) -> float:
-    return sum(value for labels, value in series.get(name, ()) if where.items() <= labels.items())
-
-
-def _sums(series: Series, name: str, label: str) -> dict[str, float]:
-    sums: dict[str, float] = {}
-    for labels, value in series.get(name, ()):
-        if label in labels:
-            sums[labels[label]] = sums.get(labels[label], 0) + value
-    return sums
+    def _grown(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
+        before = self._before.get(name, {})
+        for labels, value in self._now.get(name, {}).items():
+            yield dict(labels), value - before.get(labels, 0)

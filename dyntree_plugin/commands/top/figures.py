@@ -65,12 +65,12 @@ def _order(model_name: str, engine: str) -> tuple[str, int, str]:
 
 def _has_restarted(now: Series, before: Series) -> bool:
     """Return whether a count has decreased. Sums of seconds may decrease by rounding."""
-    for name, series in before.items():
-        if name.startswith(PREFIX) and name.endswith("_count"):
-            counts = {frozenset(labels.items()): value for labels, value in now.get(name, ())}
-            if any(counts.get(frozenset(labels.items()), 0) < value for labels, value in series):
-                return True
-    return False
+    return any(
+        now.get(name, {}).get(labels, 0) < value
+        for name, values in before.items()
+        if name.startswith(PREFIX) and name.endswith("_count")
+        for labels, value in values.items()
+    )
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -78,16 +78,13 @@ def parse(text: str) -> Page:
         ValueError, LookupError, AttributeError: if the text is not a page of metrics.
     """
     engines: dict[EngineKey, Series] = {}
-    seen: set[tuple[str, frozenset[tuple[str, str]]]] = set()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            which = sample.name, frozenset(sample.labels.items())
-            if which in seen or not abs(sample.value) <= LARGEST:
+            if not abs(sample.value) <= LARGEST:
                 continue
-            seen.add(which)
             labels = dict(sample.labels)
             key = labels.pop("model_name", ""), labels.pop("engine", "")
-            series = engines.setdefault(key, {})
-            series.setdefault(sample.name, []).append((labels, sample.value))
+            values = engines.setdefault(key, {}).setdefault(sample.name, {})
+            values.setdefault(tuple(labels.items()), sample.value)
     ours = {key: series for key, series in engines.items() if f"{PREFIX}config_info" in series}
     return Page(time.monotonic(), ours)
