@@ -100,18 +100,21 @@ def stay_in_this_process() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
-def drafts_of(
+def tree_arguments(
     method: str, draft: str | None, nodes: int, options: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return vLLM's ``speculative_config`` and the dyntree options of trees of so many ``nodes``.
+) -> dict[str, Any]:
+    """Return the arguments of ``LLM`` for trees of so many ``nodes`` with these dyntree options.
 
     ``draft``: None if it is part of the target, or there is none.
     """
+    length, options = nodes, dict(options)
+    if method in BLOCKS and draft is not None:
+        length, options = block_length(draft), {"node_budget": nodes, **options}
     model = {} if draft is None else {"model": draft}
-    if method not in BLOCKS or draft is None:
-        return {"method": method, **model, "num_speculative_tokens": nodes}, dict(options)
-    length = {"num_speculative_tokens": block_length(draft)}
-    return {"method": method, **model, **length}, {"node_budget": nodes, **options}
+    return {
+        "speculative_config": {"method": method, **model, "num_speculative_tokens": length},
+        "additional_config": {NAMESPACE: options},
+    }
 
 
 def block_length(draft: str) -> int:
@@ -143,12 +146,8 @@ def engine(arguments: Mapping[str, Any]) -> Iterator[LLM]:
 
 def with_trees(task: Task) -> dict[str, Any]:
     """Return the arguments of ``LLM`` for target and draft."""
-    given = task.method, task.draft, task.nodes, task.options
-    speculation, options = drafts_of(*given)
-    return without_trees(task) | {
-        "speculative_config": speculation,
-        "additional_config": {NAMESPACE: options},
-    }
+    trees = tree_arguments(task.method, task.draft, task.nodes, task.options)
+    return without_trees(task) | trees
 
 
 def without_trees(task: Task) -> dict[str, Any]:

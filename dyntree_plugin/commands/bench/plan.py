@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from dyntree_plugin.commands.bench.arguments import Source
 from dyntree_plugin.commands.bench.chains import Chains, listed
 from dyntree_plugin.commands.bench.results import Cell
-from dyntree_plugin.commands.engine import drafts_of
+from dyntree_plugin.commands.engine import tree_arguments
 from dyntree_plugin.commands.loads.runs import Engine, Kind
-from dyntree_plugin.options.options import NAMESPACE, DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 
 _SHOWN = (
     "growth",
@@ -55,10 +54,8 @@ class Models:
     labels: Mapping[str, str] = field(default_factory=dict)
     method: Source = "draft_model"
 
-    def speculation(
-        self, tokens: int, options: Mapping[str, Any] = MappingProxyType({})
-    ) -> dict[str, Any]:
-        """Return the arguments of ``LLM`` for drafts of ``tokens`` tokens.
+    def chain(self, tokens: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of ``LLM`` for chains of ``tokens`` tokens.
 
         A method among the ``options`` replaces the draft.
         """
@@ -66,10 +63,25 @@ class Models:
         speculation = {"method": self.method, **model, "num_speculative_tokens": tokens}
         return {"speculative_config": {**speculation, **options}}
 
-    def trees(self, nodes: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of ``LLM`` for trees of so many nodes with these dyntree options."""
-        speculation, of_trees = drafts_of(self.method, self.draft, nodes, options)
-        return {"speculative_config": speculation, "additional_config": {NAMESPACE: of_trees}}
+
+def own(models: Models, chains: Chains, trees: Trees, look_ups: Sequence[int]) -> Iterator[Engine]:
+    """Yield every engine to measure, with the arguments that others do not share.
+
+    The first is without speculation. ``look_ups``: nodes of trees without a draft model.
+    """
+    yield Engine(name="no speculation", kind="plain", budget=0, arguments={})
+    for name, tokens, options in listed(chains):
+        yield Engine(
+            name=name, kind="chain", budget=tokens, arguments=models.chain(tokens, options)
+        )
+    for nodes in look_ups:
+        arguments = tree_arguments("ngram", None, nodes, {})
+        name = f"look-up tree of {nodes}"
+        yield Engine(name=name, kind="dynamic tree", budget=nodes, arguments=arguments)
+    for name, (nodes, options) in trees.items():
+        kind: Kind = "static tree" if is_static(options) else "dynamic tree"
+        arguments = tree_arguments(models.method, models.draft, nodes, options)
+        yield Engine(name=name, kind=kind, budget=nodes, arguments=arguments)
 
 
 def engines(
@@ -81,45 +93,16 @@ def engines(
     trees: Trees,
     look_ups: Sequence[int] = (),
 ) -> list[Engine]:
-    """Return every engine to measure: without speculation, with chains, and with trees.
+    """Return every engine to measure, with all of its arguments.
 
-    ``longest`` is the number of tokens of the longest prompt with its answer. ``look_ups``: nodes
-    of trees without a draft model.
+    ``longest`` is the number of tokens of the longest prompt with its answer.
     """
-    of_chains = list(listed(chains))
-    nodes_of_trees = [nodes for nodes, _ in trees.values()]
-    budget = max([*(tokens for _, tokens, _ in of_chains), *nodes_of_trees, *look_ups], default=0)
+    found = list(own(models, chains, trees, look_ups))
+    budget = max(engine.budget for engine in found)
     shared = _shared_arguments(
         models, max(cell.batch for cell in cells), longest + budget + 1, budget
     )
-
-    def engine(name: str, kind: Kind, tokens: int, arguments: Mapping[str, Any]) -> Engine:
-        return Engine(name=name, kind=kind, budget=tokens, arguments={**shared, **arguments})
-
-    engines = [engine("no speculation", "plain", 0, {})]
-    engines += [
-        engine(name, "chain", tokens, models.speculation(tokens, speculation))
-        for name, tokens, speculation in of_chains
-    ]
-    engines += [
-        engine(
-            f"look-up tree of {nodes}",
-            "dynamic tree",
-            nodes,
-            models.speculation(nodes, {"method": "ngram"}) | {"additional_config": {NAMESPACE: {}}},
-        )
-        for nodes in look_ups
-    ]
-    engines += [
-        engine(
-            name,
-            "static tree" if is_static(options) else "dynamic tree",
-            nodes,
-            models.trees(nodes, options),
-        )
-        for name, (nodes, options) in trees.items()
-    ]
-    return engines
+    return [each.model_copy(update={"arguments": shared | each.arguments}) for each in found]
 
 
 def _shared_arguments(models: Models, batch: int, length: int, budget: int) -> dict[str, Any]:

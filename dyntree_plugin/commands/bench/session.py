@@ -7,12 +7,12 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
 from dyntree_plugin.commands.bench import plan, prompts
-from dyntree_plugin.commands.bench.chains import KINDS, Chains, listed, serves
+from dyntree_plugin.commands.bench.chains import Chains, serves
 from dyntree_plugin.commands.bench.measure import measure, served, warm_ups
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, Series
@@ -141,16 +141,14 @@ class Contest:
     trees: plan.Trees
     extras: Extras = Extras()
 
-    @property
-    def budgets(self) -> list[int]:
-        """The draft tokens per step of every engine but the first, which has no speculation."""
-        lengths = (tokens for _, tokens, _ in listed(self.chains))
-        return [*lengths, *(nodes for nodes, _ in self.trees.values()), *self.extras.look_ups]
+    @cached_property
+    def own(self) -> list[Engine]:
+        """The engines with the arguments that others do not share, as in `plan.own`."""
+        return list(plan.own(self.models, self.chains, self.trees, self.extras.look_ups))
 
     def engines(self, temperature: float) -> int:
         """Return the number of engines that are measured at a temperature."""
-        drawn = sum(len(lengths) for name, lengths in self.chains.items() if KINDS[name].is_drawn)
-        return 1 + len(self.budgets) - (0 if temperature else drawn)
+        return sum(serves(engine, temperature) for engine in self.own)
 
 
 def run(grid: Grid, contest: Contest, notes: Sequence[str], done: Done) -> Iterator[Result]:
@@ -165,7 +163,7 @@ def run(grid: Grid, contest: Contest, notes: Sequence[str], done: Done) -> Itera
     """
     context = text_config_of(contest.models.target).max_position_embeddings
     tokenizer = tokenizer_of(contest.models.target)
-    most = context - grid.max_tokens - max([0, *contest.budgets]) - 1
+    most = context - grid.max_tokens - max(engine.budget for engine in contest.own) - 1
     sets, longer, own = {}, 0, contest.extras.sets
     given = {name: list(own[name][: grid.prompts]) for name in grid.sets if name in own}
     others = [name for name in grid.sets if name not in own]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dyntree_plugin.commands.engine import tree_arguments
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.requests import Request
 from dyntree_plugin.commands.loads.runs import Engine
 from dyntree_plugin.commands.tune.settings import Settings
-from dyntree_plugin.options.options import NAMESPACE
 
 _CPU_CACHE_BYTES = 1 << 31
 """Size of the KV cache on a CPU. Pages that are not written take no memory."""
@@ -27,15 +27,9 @@ def writing(settings: Settings, longest: int) -> Engine:
 def drafting(settings: Settings, name: str, draft: str, nodes: int, longest: int) -> Engine:
     """Return an engine with trees of ``nodes``."""
     length = longest + settings.tokens + nodes + 1
-    method = settings.head or "draft_model"
-    speculation = {"method": method, "model": draft, "num_speculative_tokens": nodes}
-    return Engine(
-        name=name,
-        kind="dynamic tree",
-        budget=nodes,
-        arguments=_shared(settings, length, nodes)
-        | {"speculative_config": speculation, "additional_config": {NAMESPACE: TREES}},
-    )
+    trees = tree_arguments(settings.head or "draft_model", draft, nodes, TREES)
+    arguments = _shared(settings, length, nodes) | trees
+    return Engine(name=name, kind="dynamic tree", budget=nodes, arguments=arguments)
 
 
 def load(settings: Settings, prompts: Sequence[Sequence[int]], first: int) -> Load:

@@ -125,7 +125,7 @@ def test_drawn_chains_are_measured_and_warmed_up_above_temperature_0_alone(by_ce
 def test_the_runs_of_a_contest_are_those_that_are_served() -> None:
     lengths = {"greedy": (1, 2), "probabilistic": (5, 6), "block": (7,), "n-gram": (3,)}
     contest = Contest(MODELS, lengths, {"tree": (8, {})}, Extras(look_ups=(4,)))
-    assert sorted(contest.budgets) == list(range(1, 9))
+    assert sorted(engine.budget for engine in contest.own) == list(range(9))
     grid = Grid(["code"], [0.0, 1.0], [1, 4], 1, 8, rounds=3, seed=0)
     cells = list(grid.loads({"code": [Request([1])] * 4}))
     engines = plan.engines(MODELS, cells, 9, chains=lengths, trees=contest.trees, look_ups=(4,))
@@ -141,7 +141,7 @@ def counted(*given: str, rounds: int) -> tuple[Contest, Grid, int]:
     contest = Contest(MODELS, lengths, of_trees)
     cells = ["code"], arguments.TEMPERATURES, arguments.BATCHES
     grid = Grid(*cells, DEFAULTS["count"], DEFAULTS["max_tokens"], rounds)
-    return contest, grid, 1 + rounds * len(contest.budgets)
+    return contest, grid, 1 + rounds * (len(contest.own) - 1)
 
 
 DEFAULTS = {

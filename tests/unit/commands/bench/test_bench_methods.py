@@ -81,8 +81,9 @@ def test_a_block_draft_has_its_length_and_trees_their_nodes(tmp_path: Path) -> N
     assert speculation == {"method": "dflash", "model": draft, "num_speculative_tokens": 7}
     assert tree.arguments["additional_config"]["dyntree"] == {"node_budget": 64, "max_depth": 4}
     shutil.copytree(pair.paths()["target"], tmp_path, dirs_exist_ok=True)
+    models = Models("T", str(tmp_path), method="dflash")
     with pytest.raises(ValueError, match=r"block_size=None in its config\.json"):
-        Models("T", str(tmp_path), method="dflash").trees(8, {})
+        plan.engines(models, [CELL], 9, chains={}, trees=trees)
 
 
 def test_look_up_alone_is_measured_against_n_gram_chains(asked: Asked) -> None:
