@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from dyntree_plugin.options.options import NAMESPACE
 from dyntree_plugin.tune.files import explained
 
 if TYPE_CHECKING:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
 KV_CACHE_BYTES = 1 << 30
 """Size of the KV cache. Pages that are not written take no memory."""
@@ -95,11 +94,6 @@ def text_config_of(model: str) -> Any:
         return config
 
 
-def stay_in_this_process() -> None:
-    """Keep vLLM from starting processes, which import it again, unless the user asks for them."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
-
 def tree_arguments(
     method: str, draft: str | None, nodes: int, options: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -156,32 +150,29 @@ def without_trees(task: Task) -> dict[str, Any]:
     # sequence and a space.
     longest = max(len(prompt.encode()) + 2 for prompt in task.prompts)
     length = longest + task.max_tokens + task.nodes
-    return {
-        "model": task.target,
-        "dtype": task.dtype,
-        "max_model_len": length,
+    return shared_arguments(task.target, task.dtype, length, 1) | {
         "max_num_batched_tokens": length,
-        "max_num_seqs": 1,
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
-        # Every run computes its prompts itself.
-        "enable_prefix_caching": False,
         # Compiling would take longer than the whole command.
         "enforce_eager": True,
-        "disable_log_stats": False,
-        "use_tqdm_on_load": False,
     }
 
 
-def sampling_params(task: Task) -> SamplingParams:
-    """Return the parameters of the first prompt."""
-    from vllm import SamplingParams
+def shared_arguments(model: str, dtype: str, length: int, requests: int) -> dict[str, Any]:
+    """Return the arguments of ``LLM`` that the engines of all commands have.
 
-    return SamplingParams(
-        temperature=task.temperature,
-        top_p=task.top_p,
-        seed=task.seed,
-        max_tokens=task.max_tokens,
-    )
+    ``length``: most tokens of a request. ``requests``: how many run at once.
+    """
+    return {
+        "model": model,
+        "dtype": dtype,
+        "max_model_len": length,
+        "max_num_seqs": requests,
+        # Every run computes its prompts itself.
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "use_tqdm_on_load": False,
+    }
 
 
 def text_of_tokens(llm: LLM) -> Detokenise:

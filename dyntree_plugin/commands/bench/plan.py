@@ -9,7 +9,7 @@ from typing import Any
 from dyntree_plugin.commands.bench.arguments import Source
 from dyntree_plugin.commands.bench.chains import Chains, listed
 from dyntree_plugin.commands.bench.results import Cell
-from dyntree_plugin.commands.engine import tree_arguments
+from dyntree_plugin.commands.engine import shared_arguments, tree_arguments
 from dyntree_plugin.commands.loads.runs import Engine, Kind
 from dyntree_plugin.options.options import DynTreeOptions
 
@@ -108,19 +108,12 @@ def engines(
 def _shared_arguments(models: Models, batch: int, length: int, budget: int) -> dict[str, Any]:
     """Return the arguments that all engines share. ``budget`` is the most draft tokens per step."""
     return {
-        "model": models.target,
-        "dtype": "bfloat16",
-        "max_model_len": length,
+        **shared_arguments(models.target, "bfloat16", length, batch),
         # A step has room for the longest prompt beside all trees. Further prompts wait: vLLM's V1
         # runner, which n-gram chains need on a CPU, cannot read a part of one with a seed.
         "max_num_batched_tokens": max(length, batch * (budget + 1)) + length,
         **({} if reads_in_pieces(models.engine_arguments) else {"enable_chunked_prefill": False}),
-        "max_num_seqs": batch,
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
-        # Every run reads its prompts.
-        "enable_prefix_caching": False,
-        "disable_log_stats": False,
-        "use_tqdm_on_load": False,
         **models.engine_arguments,
     }
 

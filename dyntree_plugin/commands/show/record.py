@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from dyntree_plugin.commands.arguments import drafter
-from dyntree_plugin.commands.engine import (
-    Task,
-    engine,
-    sampling_params,
-    stay_in_this_process,
-    text_of_tokens,
-    with_trees,
-)
+from dyntree_plugin.commands.engine import Task, engine, text_of_tokens, with_trees
 from dyntree_plugin.commands.show.generation import Generation
 from dyntree_plugin.commands.start import Announce
 from dyntree_plugin.engine.configuration import tree_plan
 from dyntree_plugin.options.options import DynTreeOptions
-from dyntree_plugin.tree.step import TreeStep
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm import LLM, SamplingParams
 
 _BEFORE = 8
 """Tokens that are decoded before a token, whose text may depend on them."""
@@ -30,36 +23,43 @@ _BEFORE = 8
 
 def record(task: Task, announce: Announce) -> Generation:
     """Complete the first prompt on a new engine, and keep every tree."""
-    stay_in_this_process()
+    # A process of vLLM's would import it again; one is started if the user asks for it.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     with announce("Loading vLLM", None):
+        from vllm import SamplingParams
+
         arguments = with_trees(task)
+        params = SamplingParams(
+            temperature=task.temperature,
+            top_p=task.top_p,
+            seed=task.seed,
+            max_tokens=task.max_tokens,
+        )
     with ExitStack() as stack:
         with announce(f"Starting target and {task.drafter}", None):
             llm = stack.enter_context(engine(arguments))
         with announce("Completing with the tree", None):
-            return complete(llm, task.prompts[0], sampling_params(task))
+            return complete(llm, task.prompts[0], params)
 
 
 def complete(llm: LLM, prompt: str, params: SamplingParams) -> Generation:
     """Complete a prompt on a running engine with trees, and keep every tree.
 
     No other request may run on the engine meanwhile.
+
+    Raises:
+        ValueError: if the engine has no trees.
     """
     from dyntree_plugin.engine.telemetry.trace import start_trace, stop_trace
 
-    start_trace(llm)
-    output = llm.generate(prompt, params, use_tqdm=False)[0]
-    return _generation(llm, output, params, stop_trace(llm))
-
-
-def _generation(
-    llm: LLM, output: RequestOutput, params: SamplingParams, steps: list[TreeStep]
-) -> Generation:
     config = llm.llm_engine.vllm_config
     options, plan = DynTreeOptions.of(config.additional_config), tree_plan(config)
     speculation = config.speculative_config
     if options is None or plan is None or speculation is None or speculation.model is None:
         raise ValueError("this engine has no trees: start it with dyntree options")
+    start_trace(llm)
+    output = llm.generate(prompt, params, use_tqdm=False)[0]
+    steps = stop_trace(llm)
     prompt_tokens = list(output.prompt_token_ids or ())
     tokens = list(output.outputs[0].token_ids)
     in_trees = {t for step in steps for t in (step.root_token, *step.tokens, *step.emitted)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dyntree_plugin.commands.engine import tree_arguments
+from dyntree_plugin.commands.engine import shared_arguments, tree_arguments
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.requests import Request
 from dyntree_plugin.commands.loads.runs import Engine
@@ -52,15 +52,9 @@ def _shared(settings: Settings, length: int, nodes: int) -> dict[str, Any]:
 
     cache = {"kv_cache_memory_bytes": _CPU_CACHE_BYTES} if current_platform.is_cpu() else {}
     return {
-        "model": settings.target,
-        "dtype": settings.dtype,
-        "max_model_len": length,
+        **shared_arguments(settings.target, settings.dtype, length, settings.batch),
         # A step has room for every prompt, and for all trees.
         "max_num_batched_tokens": settings.batch * (nodes + 1) + max(length, 2048),
-        "max_num_seqs": settings.batch,
-        "enable_prefix_caching": False,
-        "disable_log_stats": False,
-        "use_tqdm_on_load": False,
         **cache,
         **settings.engine_arguments,
     }
