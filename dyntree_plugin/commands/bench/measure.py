@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import product, zip_longest
 from typing import Protocol
 
+from dyntree_plugin.commands.bench.chains import serves
 from dyntree_plugin.commands.bench.results import Cell, Series
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.runs import Engine, Run
@@ -35,7 +37,6 @@ def measure(
     done: Callable[[Engine, Cell, Run], None] = lambda *_: None,
     *,
     by_cell: bool = False,
-    serves: Callable[[Engine, float], bool] = lambda *_: True,
     seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[list[Series]]:
     """Let every engine serve every load in each round, so that drift affects all of them alike.
@@ -46,8 +47,7 @@ def measure(
     comes.
 
     Engines are compared over a group of loads: a whole round, or one load with ``by_cell``. A group
-    is skipped if, at the pace of the slowest one, it would exceed ``seconds_left``. ``serves``:
-    whether an engine is measured at a temperature; the first engine always is.
+    is skipped if, at the pace of the slowest one, it would exceed ``seconds_left``.
     """
     runs: dict[tuple[str, Cell], list[Run]] = {}
     answers: dict[tuple[str, Cell], Answers] = {}
@@ -59,7 +59,7 @@ def measure(
                 return
             began = time.monotonic()
             for engine in engines if number % 2 == 0 else list(reversed(engines)):
-                to_serve = served(engine, loads, serves)
+                to_serve = served(engine, loads)
                 if to_serve.keys().isdisjoint(group):
                     continue
                 with opened(engine, warm_ups(list(to_serve.values()))) as server:
@@ -80,23 +80,28 @@ def _all_series(
     answers: Mapping[tuple[str, Cell], Answers],
 ) -> list[Series]:
     """Return the results of the cells that were served."""
-    return [
-        _series(
-            engine.name,
-            cell,
-            runs[engine.name, cell],
-            answers[engine.name, cell],
-            answers[engines[0].name, cell],
-        )
-        for cell in cells
-        for engine in engines
-        if (engine.name, cell) in runs
-    ]
+    found = []
+    for cell, engine in product(cells, engines):
+        key = engine.name, cell
+        if key in runs:
+            wanted = answers[engines[0].name, cell]
+            compared = {} if cell.temperature else _compared(answers[key], wanted)
+            found.append(Series(engine=engine.name, cell=cell, runs=runs[key], **compared))
+    return found
 
 
-def served(
-    engine: Engine, loads: Mapping[Cell, Load], serves: Callable[[Engine, float], bool]
-) -> dict[Cell, Load]:
+def _compared(answers: Answers, wanted: Answers) -> dict[str, int]:
+    """Return by how much answers differ from the first engine's, as fields of a `Series`."""
+    pairs = list(zip(answers, wanted, strict=True))
+    return {
+        "differing_requests": sum(a != b for a, b in pairs),
+        # A missing token differs, too.
+        "differing_tokens": sum(a != b for pair in pairs for a, b in zip_longest(*pair)),
+        "compared_tokens": sum(map(len, wanted)),
+    }
+
+
+def served(engine: Engine, loads: Mapping[Cell, Load]) -> dict[Cell, Load]:
     """Return the loads for an engine."""
     return {cell: load for cell, load in loads.items() if serves(engine, cell.temperature)}
 
@@ -117,23 +122,3 @@ def warm_ups(loads: Sequence[Load]) -> list[Load]:
             max_tokens=min(load.max_tokens, WARM_UP_TOKENS),
         )
     return list(short.values())
-
-
-def _series(engine: str, cell: Cell, runs: list[Run], answers: Answers, first: Answers) -> Series:
-    if cell.temperature:
-        return Series(engine=engine, cell=cell, runs=runs)
-    pairs = list(zip(answers, first, strict=True))
-    return Series(
-        engine=engine,
-        cell=cell,
-        runs=runs,
-        differing_requests=sum(a != b for a, b in pairs),
-        differing_tokens=sum(differing(a, b) for a, b in pairs),
-        compared_tokens=sum(map(len, first)),
-    )
-
-
-def differing(answers: Sequence[object], wanted: Sequence[object]) -> int:
-    """Number of positions in which two answers differ; a missing token counts."""
-    same = sum(a == b for a, b in zip(answers, wanted, strict=False))
-    return max(len(answers), len(wanted)) - same

@@ -197,10 +197,10 @@ def run(grid: Grid, contest: Contest, notes: Sequence[str], done: Done) -> Itera
     start = starts(engines) if starts else partial(EngineProcess, around=contest.extras.around)
     with Pool(contest.extras.side_by_side, start) as pool:
         if together := pool.holds(len(engines)):
-            pool.start([(e, warm_ups(list(served(e, loads, serves).values()))) for e in engines])
+            pool.start([(e, warm_ups(list(served(e, loads).values()))) for e in engines])
         measured = measure(
             engines, loads, grid.rounds, pool.engine, done,
-            by_cell=together, serves=serves, seconds_left=contest.extras.seconds_left,
+            by_cell=together, seconds_left=contest.extras.seconds_left,
         )  # fmt: skip
         yield from _results(grid, shown, loads, measured, notes)
 

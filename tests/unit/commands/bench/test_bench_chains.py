@@ -112,7 +112,7 @@ def test_drawn_chains_are_measured_and_warmed_up_above_temperature_0_alone(by_ce
 
     engines = all_kinds()
     loads = {cell: Load([Request([1])], 1, cell.temperature, 8) for cell in (COLD, WARM)}
-    *_, found = measure(engines, loads, 1, opened, by_cell=by_cell, serves=serves)
+    *_, found = measure(engines, loads, 1, opened, by_cell=by_cell)
     drawn = {"probabilistic chain of 4", "block chain of 4"}
     for engine in engines:
         wanted = {1.0} if engine.name in drawn else {0.0, 1.0}
