@@ -13,23 +13,6 @@ from dyntree_plugin.commands.engine import shared_arguments, tree_arguments
 from dyntree_plugin.commands.loads.runs import Engine, Kind
 from dyntree_plugin.options.options import DynTreeOptions
 
-_SHOWN = (
-    "growth",
-    "sampling",
-    "drafts",
-    "budget",
-    "min_value",
-    "max_depth",
-    "max_forwards",
-    "lookup",
-    "width",
-    "children",
-    "coupling",
-    "calibration",
-    "exactness",
-    "rule",
-)
-
 _OF_PIECES = ("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_batched_tokens")
 
 KV_CACHE_BYTES = 1 << 29
@@ -138,12 +121,9 @@ def named_trees(options: Sequence[Mapping[str, Any]], nodes: int, *, draft: bool
         size = each["node_budget"]
         DynTreeOptions.parse(each).resolve(size, draft=draft)
         kind = "static" if is_static(each) else "dynamic" if draft else "look-up"
-        name = f"{kind} tree of {size}"
-        name = ", ".join([name, *_shown_options(each)])
+        name = ", ".join([f"{kind} tree of {size}", *_shown_options(each)])
         if name in named:
-            raise ValueError(
-                f"--dyntree: two have the name {name!r}; names differ by {', '.join(_SHOWN)}"
-            )
+            raise ValueError(f"--dyntree: two have the name {name!r}: give it once")
         named[name] = size, each
     return named
 
@@ -153,7 +133,7 @@ def _shown_options(options: Mapping[str, Any]) -> list[str]:
     if is_static(options):
         growth = options["growth"]
         return [] if growth == "sequoia" else [f"growth {growth}"]
-    shown = {name: value for name, value in options.items() if name in _SHOWN}
+    shown = {name: value for name, value in options.items() if name != "node_budget"}
     if "drafts" in shown:
         shown["drafts"] = 1 + len(shown["drafts"])
     return [f"{name} {value}" for name, value in shown.items()]
