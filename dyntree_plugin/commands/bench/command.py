@@ -21,23 +21,11 @@ from dyntree_plugin.commands.arguments import (
     check_models,
     embedded,
 )
-from dyntree_plugin.commands.bench import (
-    arguments,
-    overview,
-    plan,
-    prompts,
-    session,
-    terminal,
-)
+from dyntree_plugin.commands.bench import arguments, overview, plan, prompts, session, terminal
 from dyntree_plugin.commands.bench.chains import chosen
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, write
-from dyntree_plugin.commands.bench.session import (
-    Contest,
-    Done,
-    Extras,
-    Grid,
-)
+from dyntree_plugin.commands.bench.session import Contest, Done, Extras, Grid
 from dyntree_plugin.commands.bench.table import NONE
 from dyntree_plugin.commands.ending import Ended, ends_by_signals
 from dyntree_plugin.commands.loads.runs import Engine, Run
@@ -87,6 +75,7 @@ def serve(
     batches = list(dict.fromkeys(batches or arguments.BATCHES))
     loads = prompt_sets or [prompts.CODE], temperatures, batches
     result: Result | None = None
+    status = 0
     try:
         grid = Grid(*loads, count, max_tokens, rounds, samplings=extras.samplings, chat=chat)
         check_new_file("--output", result_file)
@@ -105,28 +94,25 @@ def serve(
             for result in session.run(grid, contest, notes, done):
                 if result_file is not None:
                     write(result, result_file)
-    except (ValueError, OSError, RuntimeError, Ended) as error:
-        interrupted = isinstance(error, Ended)
-        message = "interrupted" if interrupted else escaped_lines(hidden(str(error)))
-        print(f"dyntree bench serve: {message}", file=sys.stderr)  # noqa: T201
-        if result is not None:
-            _show(console, result)
-        raise typer.Exit(_status(error)) from None
+    except Ended as ended:
+        _tell("interrupted")
+        status = ended.code
+    except (ValueError, OSError, RuntimeError) as error:
+        _tell(escaped_lines(hidden(str(error))))
+        status = 1 if isinstance(error, RuntimeError) else 2
     if result is not None:
         _show(console, result)
+    raise typer.Exit(status)
+
+
+def _tell(message: str) -> None:
+    print(f"dyntree bench serve: {message}", file=sys.stderr)  # noqa: T201
 
 
 def _show(console: Console, result: Result) -> None:
     terminal.show(console, result)
     if len(list(result.cells())) > 1:
         overview.show(console, result)
-
-
-def _status(error: BaseException) -> int:
-    """Return the exit status: 2 for a user's mistake."""
-    if isinstance(error, Ended):
-        return error.code
-    return 1 if isinstance(error, RuntimeError) else 2
 
 
 def _models(
@@ -136,6 +122,8 @@ def _models(
     further: dict[str, Any],
 ) -> tuple[Models, list[str]]:
     """Return the models, and notes on them."""
+    from transformers.utils import logging
+
     if method != "ngram":
         if target is not None and draft is None and method != "mtp":
             raise ValueError(
@@ -146,7 +134,7 @@ def _models(
     elif draft is not None:
         raise ValueError("--draft must not be given: --method ngram measures look-up alone")
     check_models(target, draft)
-    _without_progress_bars()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if target is not None:
         return Models(target, draft, further, method=method), []
     labels = {str(path): f"the embedded {n.replace('_', ' ')}" for n, path in pair.paths().items()}
@@ -158,12 +146,6 @@ def _models(
     what = "pair" if method == "draft_model" else f"target and its {KINDS[method]}"
     notes = [f"The embedded {what}, {further.get('dtype', 'bfloat16')}."]
     return Models(str(folder), str(drafting), further, labels, method), notes
-
-
-def _without_progress_bars() -> None:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _on_cpu() -> bool:
