@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dyntree_plugin.commands import arguments as common
 from dyntree_plugin.commands.bench.chains import ALL, OFF
+from dyntree_plugin.commands.bench.prompts import HELD_OUT
 from dyntree_plugin.commands.vocabulary import option, shared
 
 TEMPERATURES = [0.0, 1.0]
@@ -27,14 +27,6 @@ Method = Annotated[
     ),
 ]
 
-
-def _sources(incomplete: str) -> Iterator[str]:
-    """Complete the name of a set, and leave files to the shell."""
-    from dyntree_plugin.commands.bench import prompts
-
-    yield from (each for each in prompts.NAMES if each.startswith(incomplete))
-
-
 PromptSets = Annotated[
     list[str] | None,
     shared(
@@ -43,7 +35,8 @@ PromptSets = Annotated[
         "JSONL file, whose lines may bring parameters in a field sampling, such as grammars; or "
         "'vllm:' with flags for one of vLLM's data sets. Repeatable: each is measured.",
         show_default="code",
-        autocompletion=_sources,
+        # Files are left to the shell.
+        autocompletion=lambda incomplete: [n for n in HELD_OUT if n.startswith(incomplete)],
     ),
 ]
 Chat = Annotated[bool, shared("--chat")]
@@ -57,7 +50,6 @@ Temperatures = Annotated[
     list[float] | None,
     shared("--temperature", "Repeatable: each is measured.", min=0, show_default="0 and 1"),
 ]
-
 
 Chains = Annotated[
     list[str] | None,

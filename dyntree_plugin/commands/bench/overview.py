@@ -9,23 +9,18 @@ import math
 import sys
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from dyntree_plugin.commands.bench.results import Result, read
 from dyntree_plugin.commands.bench.summary import rows
+from dyntree_plugin.commands.bench.table import NONE
+from dyntree_plugin.commands.bench.terminal import of_engines
 
 
 def show(console: Console, result: Result) -> None:
     """Show a table of the median speed-ups over the first engine; the best of a cell is bold."""
     cells = list(result.cells())
-    table = Table(
-        title=f"Speed-up over {result.engines[0].name} (T: temperature, B: batch)",
-        title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False,
-        padding=(0, 1, 0, 0), pad_edge=False,
-    )  # fmt: skip
-    table.add_column()
+    table = of_engines(f"Speed-up over {result.engines[0].name} (T: temperature, B: batch)")
     several = len({cell.prompts for cell in cells}) > 1
     for cell in cells:
         words = [*(cell.prompts.split() if several else ()), f"T {cell.temperature:g}"]
@@ -45,7 +40,7 @@ def show(console: Console, result: Result) -> None:
 
 def _ratio(ratios: dict[str, float], engine: str) -> str:
     if engine not in ratios:
-        return "–"
+        return NONE
     text = f"{ratios[engine]:.2f}"
     return f"[bold]{text}[/]" if ratios[engine] == max(ratios.values()) else text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,13 @@ from dyntree_plugin.commands.loads.requests import Request
 from dyntree_plugin.pair import held_out_prompts, held_out_prose
 
 CODE = "code"
-"""Python code that the embedded pair was not trained on."""
 
-PROSE = "prose"
-"""Docstrings of the same modules."""
-
-NAMES = (CODE, PROSE)
-"""Names of sets, as ``--prompts`` takes them."""
+HELD_OUT: Mapping[str, Callable[..., list[str]]] = {
+    CODE: held_out_prompts,
+    "prose": held_out_prose,
+}
+"""What reads the sets that ``--prompts`` takes by name: Python code that the embedded pair was not
+trained on, and docstrings of the same modules."""
 
 VLLM = "vllm:"
 """Prefix of flags of ``vllm bench serve`` that choose one of vLLM's data sets."""
@@ -53,23 +53,25 @@ def read(
 ) -> tuple[str, list[Request]]:
     """Return a set's name and up to ``count`` of its requests; the ``seed`` determines which.
 
-    ``source`` is `CODE`, `PROSE`, a JSONL file, or `VLLM` with flags, which need the target's
+    ``source`` is one of `HELD_OUT`, a JSONL file, or `VLLM` with flags, which need the target's
     tokenizer. The prompts are texts. ``chat``: `tokens` makes them messages.
 
     Raises:
         ValueError: if it is none of them or has no prompts.
     """
-    if source == PROSE:
-        return "held-out prose", [Request(text) for text in _held_out(held_out_prose, count, seed)]
-    if source == CODE:
-        return "held-out code", [Request(text) for text in _held_out(held_out_prompts, count, seed)]
+    if source in HELD_OUT:
+        try:
+            texts = HELD_OUT[source](count, seed=seed)
+        except ValueError as error:
+            raise ValueError(f"--num-prompts, or the largest --batch: {error}") from None
+        return f"held-out {source}", [Request(text) for text in texts]
     if source.startswith(VLLM):
         name, texts = _of_vllm(_flags(source), count, tokenizer, seed, chat=chat)
         return name, [Request(text) for text in texts]
     path = Path(source)
     if not path.is_file():
         raise ValueError(
-            f"--prompts {source!r} must be {', '.join(map(repr, NAMES))}, "
+            f"--prompts {source!r} must be {', '.join(map(repr, HELD_OUT))}, "
             "a JSONL file that exists, or "
             f"'{VLLM}--dataset-name spec_bench --dataset-path FILE' with flags of vLLM's data sets"
         )
@@ -78,13 +80,6 @@ def read(
         raise ValueError(f"--prompts {source!r} has no lines")
     random.Random(seed).shuffle(requests)
     return path.stem, requests[:count]
-
-
-def _held_out(read: Callable[..., list[str]], count: int, seed: int) -> list[str]:
-    try:
-        return read(count, seed=seed)
-    except ValueError as error:
-        raise ValueError(f"--num-prompts, or the largest --batch: {error}") from None
 
 
 def _flags(source: str) -> list[str]:

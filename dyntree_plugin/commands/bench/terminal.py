@@ -68,12 +68,18 @@ def _fitting(console: Console, result: Result, cells: list[Cell]) -> _Layout:
     return next((each for each in _LAYOUTS if width(each) <= console.width), _LAYOUTS[-1])
 
 
-def _table(result: Result, cell: Cell, layout: _Layout) -> Table:
+def of_engines(title: str) -> Table:
+    """Return a table whose first column is for the names of engines."""
     table = Table(
-        title=cell.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
         show_edge=False, padding=(0, 1, 0, 0), pad_edge=False,
     )  # fmt: skip
     table.add_column()
+    return table
+
+
+def _table(result: Result, cell: Cell, layout: _Layout) -> Table:
+    table = of_engines(cell.title)
     shown = rows(result, cell)
     columns: list[list[Text]] = []
     by_column = zip(*(row_cells(result, row) for row in shown), strict=True)
@@ -102,10 +108,11 @@ def _other_tokens(result: Result, cell: Cell) -> Iterator[str]:
     series_of = result.of(cell)
     if any(series.differing_tokens is None for series in series_of.values()):
         return
-    differing = []
-    for name, series in series_of.items():
-        if series.differing_tokens:
-            differing.append(f"{name} in {series.differing_tokens} of {series.compared_tokens}")
+    differing = [
+        f"{name} in {series.differing_tokens} of {series.compared_tokens}"
+        for name, series in series_of.items()
+        if series.differing_tokens
+    ]
     if differing:
         yield f"Other tokens than those of {first}: {', '.join(differing)}."
     elif len(series_of) > 1:

@@ -178,7 +178,7 @@ def completed(*words: str) -> list[str]:
         (("demo", "--method", ""), ["draft_model", "eagle3", "eagle", "mtp", "dflash"]),
         (("tune", "--dtype", "b"), ["bfloat16"]),
         (("show", "--format", ""), ["terminal", "html"]),
-        (("bench", "serve", "--prompts", ""), [*prompts.NAMES]),
+        (("bench", "serve", "--prompts", ""), [*prompts.HELD_OUT]),
     ],
 )
 def test_values_complete(words: tuple[str, ...], values: list[str]) -> None:
