@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from dyntree_plugin import signals
@@ -121,11 +120,7 @@ class Pool:
     largest one takes at most half of the free memory.
     """
 
-    def __init__(
-        self,
-        places: int | None = None,
-        start: Start = EngineProcess,
-    ) -> None:
+    def __init__(self, places: int | None = None, start: Start = EngineProcess) -> None:
         self._places, self._start = places, start
         self._running: dict[str, EngineProcess] = {}
         self._started = 0
@@ -134,18 +129,13 @@ class Pool:
         self._logs = tempfile.TemporaryDirectory()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._running:
             self._end_last()
         self._logs.cleanup()
 
     @contextmanager
-    def engine(self, engine: Engine, warm_up: list[Load]) -> Iterator[EngineProcess]:
+    def engine(self, engine: Engine, warm_up: Sequence[Load] = ()) -> Iterator[EngineProcess]:
         """Return the engine; unless it runs, start it and warm it up with these loads."""
         if engine.name not in self._running:
             while self._running and not self._has_room():
@@ -193,7 +183,6 @@ def _killed(told: str) -> Iterator[str]:
 
 
 def _free_bytes() -> int:
-    """Return the bytes of free memory, or 0 if the system does not say."""
-    listed = Path("/proc/meminfo")
-    lines = listed.read_text().splitlines() if listed.exists() else []
-    return next((int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:")), 0)
+    import psutil  # type: ignore[import-untyped]
+
+    return int(psutil.virtual_memory().available)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from statistics import geometric_mean
 
-from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.pool import Pool
-from dyntree_plugin.commands.loads.runs import Engine
 from dyntree_plugin.commands.tune import engines
 from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Settings
@@ -32,31 +31,18 @@ def measure(
         RuntimeError: if an engine fails, or does not count its steps.
     """
     steps: dict[str, dict[Place, float]] = {name: {} for name in drafts}
-    for nodes in settings.nodes:
-        for name, draft in drafts.items():
-            engine = engines.drafting(settings, name, draft, nodes, prompts.longest)
-            of_engine = _of_engine(settings, prompts, engine, advance)
-            steps[name] |= {(temperature, nodes): n for temperature, n in of_engine.items()}
+    for nodes, (name, draft) in product(settings.nodes, drafts.items()):
+        engine = engines.drafting(settings, name, draft, nodes, prompts.longest)
+        with Pool(places=1) as pool, pool.engine(engine) as process:
+            for temperature in settings.temperatures:
+                at = replace(settings, temperatures=[temperature])
+                run, _ = process.serve(engines.load(at, prompts.held_out, 0))
+                if not run.request_steps:
+                    raise RuntimeError(f"the engine `{engine.name}` has not counted its steps")
+                tokens = run.output_tokens - run.requests
+                steps[name][temperature, nodes] = tokens / run.request_steps
+                advance()
     return steps
-
-
-def _of_engine(
-    settings: Settings, prompts: Prompts, engine: Engine, advance: Callable[[], None]
-) -> dict[float, float]:
-    steps = {}
-    with Pool(places=1) as pool, pool.engine(engine, []) as process:
-        for temperature in settings.temperatures:
-            run, _ = process.serve(_load(settings, prompts, temperature))
-            if not run.request_steps:
-                raise RuntimeError(f"the engine `{engine.name}` has not counted its steps")
-            steps[temperature] = (run.output_tokens - run.requests) / run.request_steps
-            advance()
-    return steps
-
-
-def _load(settings: Settings, prompts: Prompts, temperature: float) -> Load:
-    at = replace(settings, temperatures=[temperature])
-    return engines.load(at, prompts.held_out, 0)
 
 
 def gain(before: Steps | None, after: Steps) -> float:

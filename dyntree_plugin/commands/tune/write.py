@@ -49,7 +49,7 @@ def write(
     if not waiting:
         return
     engine = engines.writing(settings, prompts.longest)
-    with Pool(places=1) as pool, pool.engine(engine, []) as process:
+    with Pool(places=1) as pool, pool.engine(engine) as process:
         for number, first, part in waiting:
             _, answers = process.serve(engines.load(settings, part, first))
             written = [
