@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from statistics import geometric_mean
@@ -10,7 +10,7 @@ from statistics import geometric_mean
 from dyntree_plugin.commands.loads.pool import Pool
 from dyntree_plugin.commands.tune import engines
 from dyntree_plugin.commands.tune.prompts import Prompts
-from dyntree_plugin.commands.tune.settings import Settings
+from dyntree_plugin.commands.tune.settings import Settings, Update
 
 Place = tuple[float, int]
 """A temperature, and a number of nodes."""
@@ -23,7 +23,7 @@ Steps = Mapping[Place, float]
 
 
 def measure(
-    settings: Settings, prompts: Prompts, drafts: Drafts, advance: Callable[[], None]
+    settings: Settings, prompts: Prompts, drafts: Drafts, update: Update
 ) -> dict[str, dict[Place, float]]:
     """Let every engine complete the held-out prompts at every temperature.
 
@@ -41,7 +41,7 @@ def measure(
                     raise RuntimeError(f"the engine `{engine.name}` has not counted its steps")
                 tokens = run.output_tokens - run.requests
                 steps[name][temperature, nodes] = tokens / run.request_steps
-                advance()
+                update(advance=1)
     return steps
 
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaConfig
 
 from dyntree_plugin.commands.tune import learn, models
-from dyntree_plugin.commands.tune.learn import Lessons, Note
-from dyntree_plugin.commands.tune.settings import Folder, Settings
+from dyntree_plugin.commands.tune.learn import Lessons
+from dyntree_plugin.commands.tune.settings import Folder, Settings, Update
 from dyntree_plugin.pair.models import Shape
 from dyntree_plugin.tune import eagle, optimize
 from dyntree_plugin.tune.eagle import OfTarget
@@ -63,11 +63,6 @@ def config_of(settings: Settings) -> Any:
     return eagle.head_config(target, shape, layers, vocabulary)
 
 
-def layers_of(settings: Settings) -> tuple[int, ...]:
-    """Return the target's layers whose input streams the head reads."""
-    return tuple(config_of(settings).eagle_aux_hidden_state_layer_ids)
-
-
 def keep_of_target(folder: Folder, target: Any) -> None:
     """Store the target's weights that the head needs."""
     # Clones: a file must not have a tensor twice, such as a tied embedding.
@@ -75,26 +70,14 @@ def keep_of_target(folder: Folder, target: Any) -> None:
     save_tensors(weights, folder.of_target)
 
 
-def kept_of_target(folder: Folder) -> OfTarget:
-    """Return the weights that `keep_of_target` has stored.
-
-    Raises:
-        ValueError: if the file is damaged.
-    """
-    with explained(damaged(folder.of_target)):
-        return OfTarget(**load_file(folder.of_target))
-
-
-def fitted(lessons: Lessons, settings: Settings, machine: Machine, note: Note) -> None:
-    """Fit the head and store it, unless it is stored."""
+def fitted(lessons: Lessons, settings: Settings, machine: Machine, update: Update) -> None:
+    """Fit the head and store it."""
     folder = lessons.folder
-    if models.is_there(folder.fitted):
-        return
-    of_target = kept_of_target(folder)
+    with explained(damaged(folder.of_target)):
+        of_target = OfTarget(**load_file(folder.of_target))
     if settings.draft is None:
         config = config_of(settings)
-        shards = lessons.learn()
-        tokens = frequent_tokens(shards, config.draft_vocab_size, config.vocab_size)
+        tokens = frequent_tokens(lessons.learn, config.draft_vocab_size, config.vocab_size)
         head = eagle.new_head(config, tokens, of_target, settings.seed)
         optimizers = optimize.muon_and_adamw
     else:
@@ -103,7 +86,6 @@ def fitted(lessons: Lessons, settings: Settings, machine: Machine, note: Note) -
     loss = head_loss(of_target.embedding.float(), head.tokens)
     head = head.to(machine.main)
     logits = STEPS * head.config.draft_vocab_size
-    learn.train(lessons, settings, machine, head, loss, note, logits, optimizers)
+    learn.train(lessons, settings, machine, head, loss, update, logits, optimizers)
     save = functools.partial(eagle.save_head, head.to("cpu"))
     models.whole_folder(folder.fitted, save)
-    folder.checkpoint.unlink(missing_ok=True)

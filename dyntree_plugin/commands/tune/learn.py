@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from dyntree_plugin.commands.engine import text_config_of
 from dyntree_plugin.commands.tune import models
-from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
+from dyntree_plugin.commands.tune.settings import Folder, Settings, Update, write_json
 from dyntree_plugin.commands.tune.write import samples
 from dyntree_plugin.tune import fit, teach
 from dyntree_plugin.tune.files import damaged, explained
@@ -31,9 +31,6 @@ WARM_UP = 0.05
 DECAY = 0.5
 """Shares of the steps in which the learning rate rises and falls."""
 
-Note = Callable[[int, str], None]
-"""Takes the number of steps so far, and a line about them."""
-
 
 def taught(
     folder: Folder,
@@ -41,7 +38,7 @@ def taught(
     machine: Machine,
     parts: int,
     layers: Sequence[int],
-    advance: Callable[[int], None],
+    update: Update,
     keep: Callable[[PreTrainedModel], None] | None = None,
 ) -> None:
     """Make the missing shards; ``layers`` as in `teach.distributions`.
@@ -50,7 +47,7 @@ def taught(
     loaded only if that or a shard is missing.
     """
     waiting = [part for part in range(parts) if not folder.shard(part).exists()]
-    advance(parts - len(waiting))
+    update(advance=parts - len(waiting))
     if not waiting and keep is None:
         return
     target = models.target_of(settings.target, settings.dtype, machine)
@@ -60,29 +57,16 @@ def taught(
     for part in waiting:
         texts = samples(folder, part, vocabulary)
         save_tensors(teach.distributions(target, texts, layers), folder.shard(part))
-        advance(1)
+        update(advance=1)
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """The shards of a tuning: to ``learn``, and ``held_out``.
-
-    ``vocabulary``: the target's size. A damaged file raises a ValueError.
-    """
+    """The texts of a tuning: to ``learn``, and ``held_out``."""
 
     folder: Folder
-    parts: int
-    held_out_parts: int
-    vocabulary: int
-
-    def learn(self) -> Shards:
-        return self._shards(range(self.held_out_parts, self.parts))
-
-    def held_out(self) -> Shards:
-        return self._shards(range(self.held_out_parts))
-
-    def _shards(self, parts: Iterable[int]) -> Shards:
-        return Shards([self.folder.shard(part) for part in parts], self.vocabulary)
+    learn: Shards
+    held_out: Shards
 
 
 def schedule(settings: Settings, texts: int) -> Schedule:
@@ -92,16 +76,14 @@ def schedule(settings: Settings, texts: int) -> Schedule:
     return Schedule(steps, settings.rate, settings.rows, warm_up, DECAY)
 
 
-def fitted(lessons: Lessons, settings: Settings, machine: Machine, note: Note) -> None:
-    """Fit the draft and store it, unless it is stored."""
-    folder = lessons.folder
-    if models.is_there(folder.fitted):
-        return
-    draft = settings.draft
+def fitted(lessons: Lessons, settings: Settings, machine: Machine, update: Update) -> None:
+    """Fit the draft and store it."""
+    folder, draft = lessons.folder, settings.draft
     start = folder.begun if draft is None else models.folder_of(draft)
     model, dtype = models.draft_of(start, machine)
-    largest = max(lessons.learn().largest, lessons.held_out().largest)
-    if largest >= model.config.get_text_config().vocab_size:
+    vocabulary = model.config.get_text_config().vocab_size
+    largest = max(lessons.learn.largest, lessons.held_out.largest)
+    if largest >= vocabulary:
         raise ValueError(
             f"--draft {draft!r} has no token {largest}, which the target has written: resize it to "
             "the target's size with transformers' resize_token_embeddings"
@@ -109,12 +91,10 @@ def fitted(lessons: Lessons, settings: Settings, machine: Machine, note: Note) -
     trained: Any = model
     if settings.adapter is not None:
         trained = fit.with_adapter(model, settings.adapter, settings.seed)
-    vocabulary = model.config.get_text_config().vocab_size
-    train(lessons, settings, machine, trained, fit.draft_loss, note, vocabulary)
+    train(lessons, settings, machine, trained, fit.draft_loss, update, vocabulary)
     if settings.adapter is not None:
         trained = trained.merge_and_unload()
     models.save(trained, dtype, start, folder.fitted)
-    folder.checkpoint.unlink(missing_ok=True)
 
 
 def train(
@@ -123,7 +103,7 @@ def train(
     machine: Machine,
     model: torch.nn.Module,
     loss: Loss[Any],
-    note: Note,
+    update: Update,
     logits: int,
     optimizers: Optimizers = adamw,
 ) -> None:
@@ -132,7 +112,7 @@ def train(
     ``logits``: how many the loss has in memory for each position.
     """
     folder = lessons.folder
-    shards, held_out = lessons.learn(), lessons.held_out()
+    shards, held_out = lessons.learn, lessons.held_out
     plan = schedule(settings, len(shards))
     every = math.ceil(plan.steps / MEASURED)
     positions = positions_at_once(logits)
@@ -154,9 +134,9 @@ def train(
             since = max(curve) - step
             measure(model, step, fmean([*recent][since:]))
         measured = max(curve)
-        note(
-            step,
-            f"loss {fmean(recent):.3f} in steps {step - len(recent) + 1} to {step}, "
+        update(
+            completed=step,
+            note=f"loss {fmean(recent):.3f} in steps {step - len(recent) + 1} to {step}, "
             f"held out {curve[measured][1]:.3f} after step {measured}",
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from threading import Event, Thread
 
 from rich.console import Console
@@ -18,9 +19,7 @@ from rich.progress import (
 from rich.table import Table
 
 from dyntree_plugin.commands.tune.check import Steps
-
-Update = Callable[[int, str], None]
-"""Takes how much is done, and a line about it."""
+from dyntree_plugin.commands.tune.settings import Update
 
 INTERVAL = 30.0
 """Seconds between two lines about a stage where the output is no terminal."""
@@ -53,7 +52,7 @@ def stage(console: Console, name: str, total: int) -> Iterator[Update]:
         console.print(" ".join(parts).rstrip(), soft_wrap=True, markup=False)
 
     with progress if console.is_terminal else _repeated(show):
-        yield lambda done, note: progress.update(task, completed=done, note=note)
+        yield partial(progress.update, task)
 
 
 @contextmanager
@@ -74,18 +73,6 @@ def _repeated(show: Callable[[], None]) -> Iterator[None]:
         ended.set()
         thread.join()
         show()
-
-
-class Counter:
-    """Counts and shows progress."""
-
-    def __init__(self, update: Update) -> None:
-        self._update = update
-        self._done = 0
-
-    def __call__(self, more: int = 1) -> None:
-        self._done += more
-        self._update(self._done, "")
 
 
 def steps_table(steps: Mapping[str, Steps]) -> Table:

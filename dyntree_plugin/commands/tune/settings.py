@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +12,9 @@ from typing import Any
 
 from dyntree_plugin.secrets import hidden
 from dyntree_plugin.tune.files import damaged, explained, part_of, whole
+
+Update = Callable[..., None]
+"""Shows the progress of a stage: takes what is ``completed``, or to ``advance``, and a ``note``."""
 
 
 @dataclass(frozen=True)

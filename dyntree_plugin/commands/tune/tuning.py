@@ -19,6 +19,7 @@ from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
 from dyntree_plugin.commands.tune.write import parts, write
 from dyntree_plugin.provenance import provenance
 from dyntree_plugin.tune.fit import Machine
+from dyntree_plugin.tune.shards import Shards
 
 
 @dataclass(frozen=True)
@@ -51,31 +52,37 @@ class Tuning:
         """Write and teach."""
         every, held_out = parts(self.prompts)
         with screen.stage(self.console, "write", sum(map(len, every))) as update:
-            write(self.folder, self.settings, self.prompts, screen.Counter(update))
+            write(self.folder, self.settings, self.prompts, update)
         layers: tuple[int, ...] = ()
         keep: Any = None
         folder, settings = self.folder, self.settings
         if settings.head is not None:
-            layers = heads.layers_of(settings)
+            layers = tuple(heads.config_of(settings).eagle_aux_hidden_state_layer_ids)
             if not folder.of_target.exists():
                 keep = partial(heads.keep_of_target, folder)
         elif settings.draft_layers is not None and not models.is_there(folder.begun):
             keep = partial(drafts.keep_of_target, folder, settings, settings.draft_layers)
         with screen.stage(self.console, "teach", len(every)) as update:
-            advance = screen.Counter(update)
-            learn.taught(folder, settings, self.machine, len(every), layers, advance, keep)
+            learn.taught(folder, settings, self.machine, len(every), layers, update, keep)
         vocabulary = text_config_of(settings.target).vocab_size
-        return learn.Lessons(folder, len(every), held_out, vocabulary)
+        shards = [folder.shard(part) for part in range(len(every))]
+        return learn.Lessons(
+            folder,
+            learn=Shards(shards[held_out:], vocabulary),
+            held_out=Shards(shards[:held_out], vocabulary),
+        )
 
     def _fit(self, lessons: learn.Lessons) -> None:
-        shards = lessons.learn()
-        steps = learn.schedule(self.settings, len(shards)).steps
+        texts = lessons.learn
+        steps = learn.schedule(self.settings, len(texts)).steps
         self.console.print(
-            f"{len(shards)} texts of {shards.positions()} tokens, {steps} steps", style="dim"
+            f"{len(texts)} texts of {texts.positions()} tokens, {steps} steps", style="dim"
         )
         fitted = learn.fitted if self.settings.head is None else heads.fitted
         with screen.stage(self.console, "fit", steps) as update:
-            fitted(lessons, self.settings, self.machine, update)
+            if not models.is_there(self.folder.fitted):
+                fitted(lessons, self.settings, self.machine, update)
+                self.folder.checkpoint.unlink(missing_ok=True)
         _draw(learn.read_curve(self.folder.losses), self.folder.curve)
 
     def _check(self) -> bool:
@@ -83,7 +90,7 @@ class Tuning:
         both = ({} if began is None else {"before": began}) | {"after": str(self.folder.fitted)}
         total = len(both) * len(self.settings.nodes) * len(self.settings.temperatures)
         with screen.stage(self.console, "check", total) as update:
-            steps = check.measure(self.settings, self.prompts, both, screen.Counter(update))
+            steps = check.measure(self.settings, self.prompts, both, update)
         gain = check.gain(None if began is None else steps["before"], steps["after"])
         self._report(steps, gain)
         self.console.print(screen.steps_table(steps))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from dyntree_plugin.commands.loads.pool import Pool
 from dyntree_plugin.commands.tune import engines
 from dyntree_plugin.commands.tune.prompts import Prompts
-from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
+from dyntree_plugin.commands.tune.settings import Folder, Settings, Update, write_json
 from dyntree_plugin.tune.files import damaged, explained
 from dyntree_plugin.tune.shards import Sample
 
@@ -26,13 +26,8 @@ def parts(prompts: Prompts) -> tuple[list[Sequence[list[int]]], int]:
     return [*cut[0], *cut[1]], len(cut[0])
 
 
-def write(
-    folder: Folder,
-    settings: Settings,
-    prompts: Prompts,
-    advance: Callable[[int], None],
-) -> None:
-    """Write every missing part; ``advance`` gets the number of each part's prompts.
+def write(folder: Folder, settings: Settings, prompts: Prompts, update: Update) -> None:
+    """Write every missing part.
 
     Raises:
         ValueError: if vLLM refuses the model or an argument.
@@ -42,7 +37,7 @@ def write(
     first = 0
     for number, part in enumerate(parts(prompts)[0]):
         if folder.written(number).exists():
-            advance(len(part))
+            update(advance=len(part))
         else:
             waiting.append((number, first, part))
         first += len(part)
@@ -58,7 +53,7 @@ def write(
                 for place, (prompt, answer) in enumerate(zip(part, answers, strict=True))
             ]
             write_json(folder.written(number), written)
-            advance(len(part))
+            update(advance=len(part))
 
 
 def samples(folder: Folder, part: int, vocabulary: int) -> list[Sample]:

@@ -26,7 +26,7 @@ def test_lines_reach_a_file_while_a_stage_lasts(
     log = tmp_path / "log"
     with log.open("w") as file, screen.stage(Console(file=file), "fit", 10) as update:
         assert " 0/10" in log.read_text()
-        update(3, "loss 2.5")
+        update(completed=3, note="loss 2.5")
         end = time.monotonic() + PATIENCE
         while "3/10" not in log.read_text() and time.monotonic() < end:
             time.sleep(0.01)
@@ -36,7 +36,7 @@ def test_lines_reach_a_file_while_a_stage_lasts(
         while len(log.read_text()) == before and time.monotonic() < end:
             time.sleep(0.01)
         assert len(log.read_text()) > before
-        update(10, "")
+        update(completed=10)
     assert "10/10" in log.read_text().splitlines()[-1]
 
 
@@ -55,15 +55,15 @@ def shards(tmp_path: Path) -> Shards:
 
 def trained(shards: Shards, folder: Path, rows: int, loss: Any, logits: int) -> dict[int, str]:
     """Train for 40 / rows steps; return the notes."""
-
-    held: Any = SimpleNamespace(
-        folder=Folder(folder), learn=lambda: shards, held_out=lambda: shards
-    )
+    lessons = learn.Lessons(Folder(folder), learn=shards, held_out=shards)
     settings: Any = SimpleNamespace(epochs=1, rows=rows, rate=1e-3, seed=0)
     notes: dict[int, str] = {}
+
+    def update(*, completed: int, note: str) -> None:
+        notes[completed] = note
+
     machine = Machine(None, torch.float32)
-    model = torch.nn.Linear(1, 1)
-    learn.train(held, settings, machine, model, loss, notes.__setitem__, logits)
+    learn.train(lessons, settings, machine, torch.nn.Linear(1, 1), loss, update, logits)
     return notes
 
 
