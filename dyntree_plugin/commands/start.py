@@ -57,18 +57,19 @@ def tree_options(value: str, nodes: int) -> dict[str, Any]:
     return dict(options)
 
 
-def fetch(model: str) -> None:
-    """Download a model unless it is a folder, with Hugging Face's progress bars.
+def fetch(model: str) -> Path:
+    """Return a model's folder; download it, with Hugging Face's progress bars, if it is a name.
 
     Raises:
         ValueError: if it cannot be downloaded.
     """
     if Path(model).is_dir():
-        return
+        return Path(model)
     from huggingface_hub import snapshot_download
 
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
-        snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"])
+        return Path(snapshot_download(model, allow_patterns=wanted))
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(

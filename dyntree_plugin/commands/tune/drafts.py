@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from dyntree_plugin.commands.engine import config_of
+from dyntree_plugin.commands.start import fetch
 from dyntree_plugin.commands.tune import models
 from dyntree_plugin.commands.tune.settings import Folder, Settings
 from dyntree_plugin.tune.cut import cut, cut_config, kept_layers
@@ -46,4 +47,4 @@ def keep_of_target(folder: Folder, settings: Settings, count: int, target: PreTr
     """Store the draft to begin with."""
     with explained(f"--draft-layers {count}: no draft can be cut out of {settings.target!r}"):
         draft = cut(target, kept_layers(target.config.num_hidden_layers, count))
-    models.save(draft, target.dtype, models.folder_of(settings.target), folder.begun)
+    models.save(draft, target.dtype, fetch(settings.target), folder.begun)

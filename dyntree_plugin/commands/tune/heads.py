@@ -8,6 +8,7 @@ from typing import Any
 from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaConfig
 
+from dyntree_plugin.commands.start import fetch
 from dyntree_plugin.commands.tune import learn, models
 from dyntree_plugin.commands.tune.learn import Lessons
 from dyntree_plugin.commands.tune.settings import Folder, Settings, Update
@@ -36,7 +37,7 @@ def config_of(settings: Settings) -> Any:
             )
     if settings.draft is not None:
         with explained(f"the configuration of {settings.draft!r} cannot be read"):
-            config = LlamaConfig.from_pretrained(models.folder_of(settings.draft))
+            config = LlamaConfig.from_pretrained(fetch(settings.draft))
         if config.vocab_size != target.vocab_size or config.hidden_size != target.hidden_size:
             raise ValueError(
                 f"--draft {settings.draft!r} must be a head of --target "
@@ -81,7 +82,7 @@ def fitted(lessons: Lessons, settings: Settings, machine: Machine, update: Updat
         head = eagle.new_head(config, tokens, of_target, settings.seed)
         optimizers = optimize.muon_and_adamw
     else:
-        head = eagle.load_head(models.folder_of(settings.draft))
+        head = eagle.load_head(fetch(settings.draft))
         optimizers = optimize.adamw
     loss = head_loss(of_target.embedding.float(), head.tokens)
     head = head.to(machine.main)

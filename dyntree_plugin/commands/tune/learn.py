@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dyntree_plugin.commands.engine import text_config_of
+from dyntree_plugin.commands.start import fetch
 from dyntree_plugin.commands.tune import models
 from dyntree_plugin.commands.tune.settings import Folder, Settings, Update, write_json
 from dyntree_plugin.commands.tune.write import samples
@@ -79,7 +80,7 @@ def schedule(settings: Settings, texts: int) -> Schedule:
 def fitted(lessons: Lessons, settings: Settings, machine: Machine, update: Update) -> None:
     """Fit the draft and store it."""
     folder, draft = lessons.folder, settings.draft
-    start = folder.begun if draft is None else models.folder_of(draft)
+    start = folder.begun if draft is None else fetch(draft)
     model, dtype = models.draft_of(start, machine)
     vocabulary = model.config.get_text_config().vocab_size
     largest = max(lessons.learn.largest, lessons.held_out.largest)

@@ -19,16 +19,6 @@ from dyntree_plugin.tune.fit import Machine
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
-def folder_of(model: str) -> Path:
-    """Return the folder of a model on this machine; download it if it is a name."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    allowed = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    return Path(snapshot_download(model, allow_patterns=allowed))
-
-
 def check_weights(folder: Path, remedy: str = AGAIN) -> None:
     """Check that a folder's safetensors are whole; ``remedy``: what to do if one is not.
 
