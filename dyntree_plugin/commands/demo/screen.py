@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from rich.bar import Bar
 from rich.console import Console, RenderableType
@@ -66,14 +67,11 @@ class FirstDifference:
 def differences(plain: Completions, tree: Completions) -> list[FirstDifference]:
     """Return the first difference of every prompt whose completions differ."""
     different = []
-    for prompt, (a, b) in enumerate(zip(plain.answers, tree.answers, strict=True)):
-        if a == b:
-            continue
-        same = (x == y for x, y in zip(a, b, strict=False))
-        shorter = min(len(a), len(b))
-        position = next((i for i, equal in enumerate(same) if not equal), shorter)
-        ends = [c[position] if position < len(c) else None for c in (a, b)]
-        different.append(FirstDifference(prompt, position, *ends))
+    for prompt, completions in enumerate(zip(plain.answers, tree.answers, strict=True)):
+        for position, tokens in enumerate(zip_longest(*completions)):
+            if tokens[0] != tokens[1]:
+                different.append(FirstDifference(prompt, position, *tokens))
+                break
     return different
 
 
@@ -128,24 +126,24 @@ def speeds(plain: Completions, tree: Completions) -> Table:
 
 def step_times(run: Run, drafter: str) -> Table:
     """Show where a step with a tree spends its time; ``drafter`` names what drafts."""
-    stages = {name: ms / 1e3 for name, ms in run.stages_ms.items()}
-    rows = [
-        ("target", ("target",), "the target's forward over all nodes"),
-        (drafter, ("catch_up", "draft"), f"the {drafter}'s forwards, and growth"),
-        ("other", ("place", "sample", "verify"), ""),
-    ]
-    whole = run.step_ms / 1e3
+    rows = {
+        "target": ("target",),
+        drafter: ("catch_up", "draft"),
+        "other": ("place", "sample", "verify"),
+    }
+    whole = left = run.step_ms / 1e3
     table = Table(title=f"Where a step's {_ms(whole)} go", title_justify="left", title_style="bold")
     table.add_column()
     table.add_column("per step", justify="right")
     table.add_column("share", min_width=20)
     table.add_column("what it is", style="dim")
-    left = whole
-    for name, parts, meaning in rows:
-        seconds = sum(stages.get(part, 0.0) for part in parts)
+    for name, stages in rows.items():
+        spent = {stage: run.stages_ms.get(stage, 0.0) / 1e3 for stage in stages}
+        seconds = sum(spent.values())
         left -= seconds
-        if len(parts) > 1:
-            meaning = ", ".join(f"{p} {_ms(stages.get(p, 0.0))}" for p in parts)
+        meaning = ", ".join(f"{stage} {_ms(part)}" for stage, part in spent.items())
+        if name == "target":
+            meaning = "the target's forward over all nodes"
         table.add_row(name, _ms(seconds), Bar(whole, 0, seconds, width=20), meaning)
     left = max(left, 0.0)
     table.add_row("engine", _ms(left), Bar(whole, 0, left, width=20), "vLLM around the worker")
