@@ -17,6 +17,7 @@ from dyntree_plugin import openmp
 from dyntree_plugin.admission import versions
 from dyntree_plugin.commands.doctor.report import Check
 from dyntree_plugin.options.options import NAMESPACE
+from dyntree_plugin.provenance import cpu
 
 _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 _GIB = 2**30
@@ -67,9 +68,8 @@ def device() -> Check:
 
     kind = device_type()
     if kind == "cpu":
-        from dyntree_plugin.provenance import provenance
-
-        return Check("device", "ok", f"cpu: {provenance()['cpu']}, {_cores()} cores to run on")
+        cores = len(os.sched_getaffinity(0))
+        return Check("device", "ok", f"cpu: {cpu()}, {cores} cores to run on")
     device = f"{kind}: {current_platform.get_device_name()}" if kind else "none that vLLM knows"
     refusal = versions.platform_refusal(kind)
     if refusal is None:
@@ -201,9 +201,3 @@ def device_type() -> str:
     from vllm.platforms import current_platform
 
     return str(current_platform.device_type)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

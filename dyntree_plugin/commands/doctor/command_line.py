@@ -173,15 +173,12 @@ def _admitted(config: VllmConfig, parsed: Namespace) -> Iterator[Check]:
 
 
 def _vocabularies(config: VllmConfig, further: Sequence[SpeculativeConfig]) -> Iterator[Check]:
-    if padding := check.padding_advice(config):
-        yield Check("vocabularies", "ok", padding)
-    if difference := check.vocabulary_advice(config):
-        yield Check("vocabularies", "warn", difference)
-    for each in further:
+    for each in (None, *further):
+        named = "" if each is None else f"{each.model}: "
         if padding := check.padding_advice(config, each):
-            yield Check("vocabularies", "ok", f"{each.model}: {padding}")
+            yield Check("vocabularies", "ok", named + padding)
         if difference := check.vocabulary_advice(config, each):
-            yield Check("vocabularies", "warn", f"{each.model}: {difference}")
+            yield Check("vocabularies", "warn", named + difference)
 
 
 def _model_checks(
