@@ -50,14 +50,12 @@ def check_new_file(option: str, path: Path | None) -> None:
             ) from None
 
 
-def check_new_folder(option: str, path: Path | None) -> None:
+def check_new_folder(option: str, path: Path) -> None:
     """Refuse a path at which a folder cannot be made.
 
     Raises:
         ValueError: if a file is in the way, or permission is missing.
     """
-    if path is None:
-        return
     there = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not there.is_dir():
         raise ValueError(f"{option} {str(path)!r}: {str(there)!r} is a file: give a folder")

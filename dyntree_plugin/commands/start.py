@@ -22,11 +22,8 @@ from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.secrets import hidden
 from dyntree_plugin.strict_json import from_json
 
-Announce = Callable[[str, int | None], AbstractContextManager[Callable[[], None]]]
-"""Shows a task and, if known, its number of parts. The context gives the function to call after
-each part."""
-
-_LEVELS = {"VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
+Announce = Callable[[str], AbstractContextManager[None]]
+"""Shows a task while its context lasts."""
 
 
 def ready_for_engine() -> None:
@@ -79,7 +76,7 @@ def fetch(model: str) -> Path:
 
 @contextmanager
 def announcing(console: Console) -> Iterator[Announce]:
-    """Show long tasks with a spinner, and with a bar if the number of parts is known."""
+    """Show long tasks with a spinner and a bar that moves."""
     columns = (
         SpinnerColumn(finished_text="✓"),
         TextColumn("{task.description}"),
@@ -95,10 +92,10 @@ def announcing(console: Console) -> Iterator[Announce]:
     ) as progress:
 
         @contextmanager
-        def announce(what: str, parts: int | None) -> Iterator[Callable[[], None]]:
-            task = progress.add_task(what, total=parts)
-            yield lambda: progress.advance(task)
-            progress.update(task, total=parts or 1, completed=parts or 1)
+        def announce(what: str) -> Iterator[None]:
+            task = progress.add_task(what, total=None)
+            yield
+            progress.update(task, total=1, completed=1)
 
         yield announce
 
@@ -111,7 +108,8 @@ def quiet() -> Iterator[TextIO]:
     but a ValueError, which names the user's mistake.
     """
     warnings.simplefilter("ignore")
-    os.environ.update({k: v for k, v in _LEVELS.items() if k not in os.environ})
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     sys.stdout.flush()
     sys.stderr.flush()
     screen = os.fdopen(os.dup(1), "w")

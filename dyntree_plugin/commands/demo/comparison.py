@@ -67,16 +67,16 @@ class Comparison:
 
 def compare(task: Task, announce: Announce) -> Comparison:
     """Complete the prompts in two engines: without trees, then with trees."""
-    with announce("Loading vLLM", None):
+    with announce("Loading vLLM"):
         from vllm import EngineArgs
 
         alone, with_draft = timed(without_trees(task)), timed(with_trees(task))
         # A pair that trees cannot serve is refused before the engines start.
         EngineArgs(**with_draft).create_engine_config()
-    with announce("Completing without the tree", None), engine(alone) as llm:
+    with announce("Completing without the tree"), engine(alone) as llm:
         prompts = [llm.get_tokenizer().encode(prompt) for prompt in task.prompts]
         plain = _completed(Served(llm), task, prompts)
-    with announce("Completing with the tree", None), engine(with_draft) as llm:
+    with announce("Completing with the tree"), engine(with_draft) as llm:
         served = Served(llm)
         tree = _completed(served, task, prompts)
         traces = list(_traces(llm, served, task, prompts))

@@ -114,11 +114,9 @@ def _attention_fails(isa: str, head_size: int, dtype: str) -> str | None:
     if done.returncode != 0 or not lines:
         return (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
     error = float(lines[-1].removeprefix(attend.RESULT))
-    return (
-        None
-        if error <= _ROUNDING * torch.finfo(getattr(torch, dtype)).eps
-        else (f"its result is wrong by {error:.2g}; try --dtype float32, and report it")
-    )
+    if error <= _ROUNDING * torch.finfo(getattr(torch, dtype)).eps:
+        return None
+    return f"its result is wrong by {error:.2g}; try --dtype float32, and report it"
 
 
 def largest_error() -> float:

@@ -25,7 +25,7 @@ def record(task: Task, announce: Announce) -> Generation:
     """Complete the first prompt on a new engine, and keep every tree."""
     # A process of vLLM's would import it again; one is started if the user asks for it.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    with announce("Loading vLLM", None):
+    with announce("Loading vLLM"):
         from vllm import SamplingParams
 
         arguments = with_trees(task)
@@ -36,9 +36,9 @@ def record(task: Task, announce: Announce) -> Generation:
             max_tokens=task.max_tokens,
         )
     with ExitStack() as stack:
-        with announce(f"Starting target and {task.drafter}", None):
+        with announce(f"Starting target and {task.drafter}"):
             llm = stack.enter_context(engine(arguments))
-        with announce("Completing with the tree", None):
+        with announce("Completing with the tree"):
             return complete(llm, task.prompts[0], params)
 
 

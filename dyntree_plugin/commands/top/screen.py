@@ -40,10 +40,11 @@ def fitted(console: Console, shown: RenderableType) -> RenderableType:
 
 def _engine(total: Figures, lately: Figures | None) -> Panel:
     now = total if lately is None or not lately.request_steps else lately
+    reached = {str(depth): share for depth, share in enumerate(now.reached, start=1)}
     parts = [
         _table(total, lately),
         _bars("step, ms", {s: v * 1e3 for s, v in now.stage_seconds.items()}, "{:.2f}"),
-        _bars("reached depth", _by_depth(now), "{:.0%}"),
+        _bars("reached depth", reached, "{:.0%}"),
     ]
     if len(now.sources) > 1:
         parts.append(_bars("accepted from", now.sources, "{:.0%}"))
@@ -97,10 +98,6 @@ def _nodes(figures: Figures) -> Text:
     if figures.nodes is None:
         return Text(f"– / {figures.node_budget}", style="dim")
     return Text(f"{figures.nodes:.1f} / {figures.node_budget}")
-
-
-def _by_depth(figures: Figures) -> dict[str, float]:
-    return {str(depth): share for depth, share in enumerate(figures.reached, start=1)}
 
 
 def _bars(title: str, values: Mapping[str, float], form: str) -> Table:

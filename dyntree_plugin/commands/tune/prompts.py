@@ -63,16 +63,12 @@ def read(path: Path, tokenizer: Any, most: int, held_out: int, seed: int, *, cha
                 f"--max-tokens and the trees it may have 1 to {most}"
             )
     digest = hashlib.sha256(json.dumps(encoded).encode()).hexdigest()
-    notes = list(_notes(texts, encoded))
+    notes = []
+    share = sum(map(len, encoded)) / max(1, sum(len(text.encode()) for text in texts))
+    if share >= STRANGE:
+        notes.append(
+            f"The tokenizer takes {share:.2f} tokens per byte of the prompts: it hardly knows "
+            "their language or their format."
+        )
     random.Random(seed).shuffle(encoded)
     return Prompts(encoded[:held_out], encoded[held_out:], digest, notes)
-
-
-def _notes(texts: list[str], encoded: list[list[int]]) -> list[str]:
-    share = sum(map(len, encoded)) / max(1, sum(len(text.encode()) for text in texts))
-    if share < STRANGE:
-        return []
-    return [
-        f"The tokenizer takes {share:.2f} tokens per byte of the prompts: it hardly knows their "
-        "language or their format."
-    ]
