@@ -73,25 +73,26 @@ SHAPES: dict[str, dict[str, Any]] = {
 DeepSeek-V2-Lite, which has latent attention and experts."""
 
 _EAGLE3: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLMEagle3"],
     "num_hidden_layers": 1,
     "draft_vocab_size": 32000,
     "num_aux_hidden_states": 3,
 }
 HEADS: dict[str, dict[str, Any]] = {
-    "llama-8b": SHAPES["llama-8b"] | _EAGLE3 | {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]},
-    "deepseek-v2-lite": _LLAMA
-    | _EAGLE3
+    "llama-8b": _EAGLE3
     | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_aux_hidden_state_layer_ids": [2, 16, 29],
+    },
+    "deepseek-v2-lite": _EAGLE3
+    | {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
         "eagle_aux_hidden_state_layer_ids": [2, 13, 24],
-        "vocab_size": 102400,
-        "hidden_size": 2048,
-        "intermediate_size": 10944,
-        "num_attention_heads": 16,
+        "q_lora_rank": 768,
+        "first_k_dense_replace": 32,
     },
 }
-"""Configurations of EAGLE-3 heads: the published one, and one of such a kind for a target that has
-none."""
+"""What differs from the target in the configuration of its EAGLE-3 head: the published one, and one
+with latent attention as Kimi-K2.5's has, since that target has none."""
 
 ARGUMENTS: dict[str, Any] = {
     "load_format": "dummy",
@@ -108,7 +109,7 @@ def exact(name: str, tokenizer: Path) -> tuple[Path, Path | None]:
     target = _written(f"exact-{name}", SHAPES[name], tokenizer)
     if name not in HEADS:
         return target, None
-    return target, _written(f"exact-{name}-head", HEADS[name], tokenizer)
+    return target, _written(f"exact-{name}-head", SHAPES[name] | HEADS[name], tokenizer)
 
 
 def _written(name: str, config: dict[str, Any], tokenizer: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -22,10 +23,15 @@ TREE = "dynamic tree of 8, budget fixed"
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the folder with the command's files, and what it printed."""
     folder = tmp_path_factory.mktemp("bench")
+    prompts = folder / "grammars.jsonl"
+    known = {"type": "object", "properties": {"known": {"type": "boolean"}}, "required": ["known"]}
+    line = {"prompt": "found = ", "sampling": {"structured_outputs": {"json": known}}}
+    prompts.write_text(f"{json.dumps(line)}\n" * 2)
     command = [
         *(sys.executable, "-m", "benchmarks.serve"),
         *("--engine-arguments", '{"dtype": "float32"}'),
-        *("--prompts", "code", "--prompts", "json", "--num-prompts", "2", "--max-tokens", "24"),
+        *("--prompts", "code", "--prompts", str(prompts)),
+        *("--num-prompts", "2", "--max-tokens", "24"),
         *("--batch", "1", "--batch", "2"),
         *("--chain", "2", "--rounds", "2"),
         *("--dyntree", '{"node_budget": 8, "budget": "fixed"}'),
@@ -62,7 +68,7 @@ def test_every_engine_is_measured_in_every_round_and_gives_the_same_text(result:
 @pytest.mark.slow
 def test_what_is_counted_of_answers_under_grammars_is_their_tokens(result: Result) -> None:
     cells = [cell for cell in result.cells() if cell.prompts != CODE]
-    assert {cell.prompts for cell in cells} == {"JSON by schema"}
+    assert {cell.prompts for cell in cells} == {"grammars"}
     for cell in cells:
         tokens = {run.output_tokens for s in result.of(cell).values() for run in s.runs}
         assert len(tokens) == 1

@@ -32,7 +32,7 @@ class FakePool:
         return False
 
     @contextmanager
-    def engine(self, engine: Engine, warm_up: list[Load]) -> Iterator[Self]:
+    def engine(self, engine: Engine, warm_up: Sequence[Load] = ()) -> Iterator[Self]:
         yield self
 
     def serve(self, load: Load) -> tuple[Any, Any]:
