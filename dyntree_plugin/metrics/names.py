@@ -212,8 +212,8 @@ METRICS = (
         "budgeted",
         "Time of steps in which every request decoded, as the adaptive budget expected it "
         "(expected) and as it was (measured), and how much of it more rows or forwards than seem "
-        "best were expected to cost (trying): at first the time of a step, then 1 % of it at most. "
-        "If expected and measured time differ for long, the budget chooses by wrong costs.",
+        "best were expected to cost (trying): at first the time of two steps, then 1 % of each at "
+        "most. If expected and measured time differ for long, the budget chooses by wrong costs.",
         labels=("time",),
     ),
     Metric(

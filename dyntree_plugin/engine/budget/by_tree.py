@@ -65,16 +65,14 @@ class TreeBudget:
         requests = len(chances)
         if self._chosen is None:
             self._chosen, self._made = self._choose(requests, self._cost), 0
-        chosen, rate = self._chosen, self._chosen.rate
-        if self._drawn_trees or chosen.tries or chosen.whole or rate is None:
-            pays = self._made < chosen.forwards
-        elif self._made < self._most:
+        chosen, drafting = self._chosen, self._drafting_seconds
+        ahead = self._drawn_trees or chosen.tries or chosen.whole
+        pays = self._made < (chosen.forwards if ahead else self._most)
+        if pays and not ahead:
             # Below a node, the best child is foreseen to have the chance of the best below roots.
             gain = frontier_gain(chosen.values[0] * chances, chosen.row_tokens)
-            now, further = self._drafting_seconds.of(requests, 1)
-            pays = bool(gain > rate * (further - now))
-        else:
-            pays = False
+            spent = drafting.of(requests, 1.0) - drafting.of(requests, 0.0)
+            pays = bool(gain > (chosen.rate or 0.0) * spent)
         self._made, self._refused = self._made + pays, not pays
         return pays
 
@@ -82,7 +80,7 @@ class TreeBudget:
         def curve(optimism: float) -> np.ndarray:
             return cost.seconds(context=self._context, optimism=optimism)
 
-        drafting = self._drafting_seconds.of(requests, self._most)
+        drafting = self._drafting_seconds.of(requests, np.arange(1 + self._most))
         return self._choice.choose(requests, curve, drafting)
 
     def cut(
@@ -121,7 +119,7 @@ class TreeBudget:
             verified[fixed] = valued_counts(chances[fixed], least)
         # Other trees compete for the rows that drawn ones leave.
         others, taken = chances[~fixed], int(verified.sum() + fixed.sum())
-        spent = self._drafting_seconds.of(requests, self._made)[-1]
+        spent = self._drafting_seconds.of(requests, float(self._made))
         kept = best_cut(others, curve[taken:], spent, chosen.rate).counts
         if chosen.tries:
             kept = np.maximum(kept, others[:, 0] > 0)
@@ -152,7 +150,7 @@ class TreeBudget:
             return None
         # Without a draft model, look-up takes the place of one forward.
         made = max(forwards, 1)
-        drafted = self._drafting_seconds.of(batch.num_reqs, made - 1)[-1]
+        drafted = self._drafting_seconds.of(batch.num_reqs, made - 1.0)
         self._drafting_seconds.observe(batch.num_reqs, made, drafting)
         spent = max(total - drafting, 1e-6)
         expected = self._cost.observe(batch.num_tokens, spent, self._context) + drafted

@@ -117,8 +117,9 @@ class StepRecord:
         chances, needed = report.chances, report.forwards
         if not chances.size:
             return []
-        stride = -(-len(chances) // MOST_SAMPLED)
-        sampled = slice(int(self._context) % stride, None, stride)  # in other steps other requests
+        requests = len(chances)
+        spread = np.arange(min(requests, MOST_SAMPLED)) * max(requests // MOST_SAMPLED, 1)
+        sampled = (int(self._context) + spread) % requests  # in other steps other requests
         forwards = plan.further_forwards
         worth = worth_by_forwards(
             chances[sampled],

@@ -6,7 +6,7 @@ A chain is a tree, so chains are chosen by the same law.
 
 Now and then a step tries more rows, or more forwards, than seem best, so that a wrong belief mends
 itself. What that is expected to cost is saved up before, as in conservative bandits (Wu et al.,
-arXiv 1602.04282): at first the time of a step, and then `SHARE` of all time.
+arXiv 1602.04282): at first the time of `AT_FIRST` steps, and then `SHARE` of all time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FIRST_TREES = 4
 SHARE = 0.01
 """Most of all time that trying may be expected to cost, half of it for rows and half for forwards,
 which must not use up what a dear number of rows waits for."""
-AT_FIRST = 1.0
-"""Steps whose time is saved up at first, when little is known."""
+AT_FIRST = 2.0
+"""Steps whose time is saved up at first, when little is known; shared alike."""
 TRIED_EVERY = 8
 """Rows are tried once in so many choices at most, and so are forwards."""
 OPTIMISM = 2.0
@@ -92,7 +92,7 @@ class LearnedChoice:
         so many further forwards, of which it makes at least ``fewest``."""
         known = self._of(requests)
         if known.table is None:
-            return Chosen(self._most, self._sizes[-1] if self._sizes else 0)
+            return Chosen(self._most, self._sizes[-1] if self._sizes else 0, whole=True)
         table, sizes = known.table, self._sizes or range(known.table.shape[1])
         whole = known.whole_trees < FIRST_TREES
         fewest = self._most if whole else fewest

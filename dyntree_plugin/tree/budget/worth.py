@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ FIRST_FORWARD_SECONDS = 1e-3
 """Seconds of a draft forward and its growth, until measured."""
 ALIKE = 0.25
 """Variance of the number of forwards that counts as much as that all forwards take alike."""
+
+Forwards = TypeVar("Forwards", float, np.ndarray)
 
 
 def worth_by_forwards(
@@ -101,15 +104,12 @@ class DraftingSeconds:
         """Learn from a step's drafting; the forward over emitted tokens is among ``forwards``."""
         self._known.setdefault(requests.bit_length(), _Line()).observe(forwards, seconds)
 
-    def of(self, requests: int, most: int) -> np.ndarray:
-        """Return the seconds of 1 to 1 + ``most`` forwards in the most similar batches, float64
-        [most + 1]."""
+    def of(self, requests: int, further: Forwards) -> Forwards:
+        """Return the seconds of 1 + ``further`` forwards in the most similar batches."""
         nearest = min(self._known, key=lambda kind: abs(kind - requests.bit_length()), default=None)
-        further = np.arange(most + 1)
         if nearest is None:
             return FIRST_FORWARD_SECONDS * (1.0 + further)
-        line = self._known[nearest]
-        return line.at(1) + line.slope * further
+        return self._known[nearest].at(1.0 + further)
 
 
 @dataclass
@@ -129,7 +129,7 @@ class _Line:
         most = self.seconds / (self.forwards - 1) if self.forwards > 1 else alike
         return min(max(slope, 0.0), most)
 
-    def at(self, forwards: int) -> float:
+    def at(self, forwards: Forwards) -> Forwards:
         return self.seconds + self.slope * (forwards - self.forwards)
 
     def observe(self, forwards: int, seconds: float) -> None:

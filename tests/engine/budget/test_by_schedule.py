@@ -17,7 +17,7 @@ from dyntree_plugin.engine.budget.by_schedule import NodeBuckets
 from dyntree_plugin.engine.step.count import report
 from dyntree_plugin.engine.step.ops import at_hand
 from dyntree_plugin.engine.step.trees import TreeStore
-from dyntree_plugin.engine.telemetry.counts import WorkerCounts
+from dyntree_plugin.engine.telemetry.counts import MOST_SAMPLED, WorkerCounts
 from dyntree_plugin.engine.telemetry.step_record import StepRecord
 from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.budget import learned
@@ -113,11 +113,19 @@ def test_where_drafting_cannot_end_early_every_forward_is_reckoned_with(
     assert found[0] == {FORWARDS} != found[1]
 
 
-@pytest.mark.parametrize(("synchronous", "seconds"), [(True, 0.4), (False, 0.7)])
+@pytest.mark.parametrize(
+    ("synchronous", "further", "forwards", "seconds"),
+    [(True, 2, 6, 0.4), (False, 2, 6, 0.7), (True, 0, 0, 0.9), (True, None, 0, 1.0)],
+    ids=["its own", "of the trees that it verified", "look-up alone", "none"],
+)
 def test_the_drafting_between_two_outputs_is_no_cost_of_rows(
-    synchronous: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
+    synchronous: bool,
+    further: int | None,
+    forwards: int,
+    seconds: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is the step's own, or that of the trees that the step verified."""
+    """Nor is a pause for other weights."""
     now, seen = [0.0], list[tuple[int, float]]()
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
@@ -128,12 +136,17 @@ def test_the_drafting_between_two_outputs_is_no_cost_of_rows(
     cost: Any = SimpleNamespace(observe=observe)
     buckets = NodeBuckets(SIZES, FORWARDS, synchronous=synchronous)
     buckets.measured(cost)
+    counts = WorkerCounts([True], draft_forwards=forwards, growth_forwards=further)
+    counts.drafted = [(1, 6, 0.6)]
     for _ in range(2):
         now[0] += 1.0
-        drafted = [(1, 6, 0.6)]
-        counts = WorkerCounts([True], draft_forwards=6, growth_forwards=2, drafted=drafted)
-        buckets.observe(counts, 9)
+        found = buckets.observe(counts, 9)
     assert seen == [(9, pytest.approx(seconds))]
+    assert found is not None
+    counts.replaced = {"draft": 1}
+    now[0] += 100.0
+    assert buckets.observe(counts, 9) is None
+    assert len(seen) == 1
 
 
 def test_steps_that_read_a_prompt_teach_a_scheduler_nothing(
@@ -171,27 +184,56 @@ def test_trees_that_no_forward_could_change_are_whole(
     assert engine.budget.forwards == (0 if ended_early and verified else FORWARDS)
 
 
+def noted_worth(
+    trees: TreeStore, decoding: list[bool], context: int, sizes: tuple[int, ...]
+) -> list[list[float]]:
+    """Return what a step of these requests sends about the worth of their trees."""
+    requests = len(decoding)
+    record = StepRecord(sizes=sizes)
+    batch: Any = SimpleNamespace(
+        num_reqs=requests,
+        num_tokens=4 * requests,
+        is_prefilling_np=~np.array(decoding),
+        num_computed_tokens_np=np.full(requests, context),
+        num_draft_tokens_per_req=None,
+    )
+    slots = torch.arange(1, 1 + requests)
+    record.sampled(batch, report(trees, slots), trees.plan, False, 1)
+    record.send(at_hand)
+    return record.counts().worth
+
+
+def stored(values: torch.Tensor, depths: torch.Tensor, budget: str = "adaptive") -> TreeStore:
+    """Store trees of these values and depths, each of which needed a forward for each level."""
+    requests, nodes = values.shape
+    plan = DynTreeOptions(budget=budget, max_depth=2).resolve(nodes)
+    trees = TreeStore(requests, plan, 8, torch.device("cpu"))
+    trees.values[1:], trees.depths[1:], trees.forwards[1:] = values.log(), depths, depths - 1
+    return trees
+
+
 def test_steps_note_what_trees_were_worth_where_the_scheduler_needs_it() -> None:
-    values = torch.tensor([[0.8, 0.4, 0.2], [0.6, 0.2, 0.0], [1.0, 1.0, 1.0]]).log()
+    values = torch.tensor([[0.8, 0.4, 0.2], [0.6, 0.2, 0.0], [1.0, 1.0, 1.0]])
     depths = torch.tensor([[1, 2, 2], [1, 1, 1], [1, 1, 1]])
-    noted = []
-    sizes = 0, 1, 2, 3
-    for weighed, budget in ((sizes, "adaptive"), ((), "adaptive"), (sizes, "fixed")):
-        plan = DynTreeOptions(budget=budget, max_depth=2).resolve(3)
-        trees = TreeStore(4, plan, 8, torch.device("cpu"))
-        trees.values[1:4], trees.depths[1:4] = values, depths
-        trees.forwards[1:4] = depths - 1
-        record = StepRecord(sizes=weighed)
-        batch: Any = SimpleNamespace(
-            num_reqs=3,
-            num_tokens=12,
-            is_prefilling_np=np.array([False, False, True]),
-            num_computed_tokens_np=np.array([5, 5, 5]),
-            num_draft_tokens_per_req=None,
-        )
-        record.sampled(batch, report(trees, torch.tensor([1, 2, 3])), plan, False, 1)
-        record.send(at_hand)
-        noted.append(record.counts().worth)
+    sizes, decoding = (0, 1, 2, 3), [True, True, False]
     # Of no node, one, two and three; without a forward, and with one.
-    assert noted[0] == [pytest.approx([0, 0.7, 0.8, 0.8]), pytest.approx([0, 0.7, 1.0, 1.1])]
-    assert noted[1:] == [[], []]
+    assert noted_worth(stored(values, depths), decoding, 5, sizes) == [
+        pytest.approx([0, 0.7, 0.8, 0.8]),
+        pytest.approx([0, 0.7, 1.0, 1.1]),
+    ]
+    assert noted_worth(stored(values, depths), decoding, 5, ()) == []
+    assert noted_worth(stored(values, depths, "fixed"), decoding, 5, sizes) == []
+
+
+@pytest.mark.parametrize("requests", [1, 8, 9, 15, 23])
+def test_steps_sample_as_many_trees_as_the_budget_counts(requests: int) -> None:
+    """And in other steps those of other requests."""
+    sampled = np.zeros((requests, requests), dtype=bool)  # by context and request
+    for place in range(requests):
+        values = 0.5 * torch.eye(requests)[place, :, None].expand(-1, 2)
+        trees = stored(values, torch.ones(requests, 2))
+        for context in range(requests):
+            worth = noted_worth(trees, [True] * requests, context, (0, 1))
+            sampled[context, place] = worth[0][1] > 0
+    assert (sampled.sum(axis=1) == min(requests, MOST_SAMPLED)).all()
+    assert sampled.any(axis=0).all()

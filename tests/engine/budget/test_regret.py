@@ -81,9 +81,9 @@ def grow(quality: float) -> Grown:
 
 
 @cache
-def trees_of(requests: int, steps: int) -> list[list[Grown]]:
+def trees_of(requests: int, steps: int, seed: int) -> list[list[Grown]]:
     """The trees of every request and step; drafts are of unlike quality."""
-    qualities = np.random.default_rng(0).normal(0.75, 0.25, (steps, requests))
+    qualities = np.random.default_rng(seed).normal(0.75, 0.25, (steps, requests))
     return [[grow(float(each)) for each in step] for step in np.clip(qualities, 0.05, 1.2)]
 
 
@@ -102,12 +102,13 @@ class World:
         requests: int | Sequence[int],
         steps: int,
         monkeypatch: pytest.MonkeyPatch,
+        seed: int = 0,
     ) -> None:
-        """``steps``: of each number of ``requests``."""
+        """``steps``: of each number of ``requests``. ``seed``: of their trees."""
         self.seconds, self.forward = seconds, forward
         self.random = np.random.default_rng(1)
         batches = [requests] if isinstance(requests, int) else requests
-        self.trees = [step for batch in batches for step in trees_of(batch, steps)]
+        self.trees = [step for batch in batches for step in trees_of(batch, steps, seed)]
         self.sizes: Sequence[int] = range(1 + NODES)
         self.catch_up = 1.0
         """Forwards of the draft that take as long as the catch-up."""
@@ -243,11 +244,11 @@ def test_after_200_steps_no_fixed_setting_is_faster(
     run: Callable[[World, Curve], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By more than 3 %, whatever start-up believed; None: what is true. What a step's own trees do
-    not refine follows a jump that is not there within 3.5 %."""
+    """By more than 3 %, whatever start-up believed; None: what is true. Drawn trees, which a
+    step's own values do not refine, follow a jump that is not there within 3.5 %."""
     world = World(seconds, forward, requests, 300, monkeypatch)
     run(world, believed or seconds)
-    slow = run is not sizes_for_trees and believed is dear_from_9
+    slow = run is drawn_trees and believed is dear_from_9
     assert world.of_best(200, 300) > (0.965 if slow else 0.97)
     assert world.of_best(0, 200) > 0.88
 
@@ -287,14 +288,18 @@ def test_a_machine_and_drafts_that_change_are_followed(
 ) -> None:
     """The machine becomes steep after 300 steps, since others use its cores, and flat again after
     600; drafts become worse after 900, and better after 1200. Within 200 steps, no fixed setting is
-    faster by more than 3 %."""
-    world = World(flat, 0.004, 4, 1500, monkeypatch)
-    world.seconds = lambda rows: (steep if 300 <= len(world.made) < 600 else flat)(rows)
-    world.trees[900:1200] = [[grow(0.4)] * 4] * 300
-    run(world, flat)
-    for end in (300, 600, 900, 1200, 1500):
-        world.seconds = steep if end == 600 else flat
-        assert world.of_best(end - 100, end) > 0.97
+    faster by more than 3 %, in the mean over four sets of trees."""
+    made = np.zeros(5)
+    for seed in range(4):
+        world = World(flat, 0.004, 4, 1500, monkeypatch, seed)
+        steps = world.made
+        world.seconds = lambda rows, steps=steps: (steep if 300 <= len(steps) < 600 else flat)(rows)
+        world.trees[900:1200] = [[grow(0.4)] * 4] * 300
+        run(world, flat)
+        for which, end in enumerate((300, 600, 900, 1200, 1500)):
+            world.seconds = steep if end == 600 else flat
+            made[which] += world.of_best(end - 100, end) / 4
+    assert made.min() > 0.97
 
 
 class Shuffled(TreeBudget):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, LOOK_UP, Report, Walked
-from dyntree_plugin.engine.runner import TreeRunnerMixin
+from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner
 from dyntree_plugin.engine.step.clock import Measured, StageTimes
 from dyntree_plugin.engine.step.count import report
 from dyntree_plugin.engine.step.ops import Arrival, at_hand
@@ -111,14 +111,15 @@ def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
 
 
 def test_new_weights_are_told_with_the_next_step_and_values_start_anew() -> None:
-    runner: Any = object.__new__(TreeRunnerMixin)
+    runner: Any = object.__new__(TreeCPUModelRunner)
     forgotten: list[str] = []
     runner.estimate = SimpleNamespace(forget=lambda: forgotten.append("values"))
+    runner._budget = SimpleNamespace(forget=lambda: forgotten.append("worth"))
     runner._record = StepRecord()
     for model in ("target", "draft", "target"):
         runner.weights_replaced(model)
     assert runner._record.counts().replaced == {"target": 2, "draft": 1}
-    assert forgotten == ["values"] * 3
+    assert forgotten == ["values", "worth"] * 3
 
 
 @pytest.mark.parametrize(

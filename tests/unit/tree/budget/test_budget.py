@@ -47,10 +47,12 @@ def test_drafting_takes_a_catch_up_and_further_forwards() -> None:
     found, line = DraftingSeconds(), 0.02 + 0.001 * np.arange(17)
     for forwards in (17, 17, *(3, 5, 7) * 20):
         found.observe(4, forwards, float(line[forwards - 1]))
-    assert found.of(4, 16) == pytest.approx(line, rel=0.1)
-    assert found.of(64, 16) == pytest.approx(found.of(4, 16)), "the most similar batches"
+    further = np.arange(17)
+    assert found.of(4, further) == pytest.approx(line, rel=0.1)
+    assert found.of(4, 3.0) == found.of(4, further)[3]
+    assert found.of(64, further) == pytest.approx(found.of(4, further)), "the most similar batches"
     found.observe(1, 5, 0.05)
-    assert found.of(1, 1) == pytest.approx([0.01, 0.02])
+    assert found.of(1, np.arange(2)) == pytest.approx([0.01, 0.02])
 
 
 ROWS = (1, 2, 4, 8)

@@ -45,6 +45,13 @@ def test_a_tree_with_better_nodes_than_usual_keeps_more_of_them() -> None:
     assert better > usual > worse
 
 
+def test_a_node_never_has_to_be_worth_less_than_nothing() -> None:
+    """Where more rows are hoped to take less time, as where they are tried."""
+    found, falling = LearnedChoice(FORWARDS), np.linspace(0.2, 0.1, 40)
+    chosen = taught(found, falling, 1e-3)
+    assert chosen.row_tokens == 0.0
+
+
 @pytest.mark.parametrize("requests", [1, 4])
 def test_batches_of_other_sizes_are_learned_apart(requests: int) -> None:
     """Control: one of the same size is believed."""
