@@ -19,7 +19,7 @@
 #                       given rates; so three starts serve all lengths and sizes
 #            speed-mtp  the same with MiMo-7B and its module of multi-token prediction
 #            speed-mla  the same with DeepSeek-V2-Lite, which has latent attention and experts, and an
-#                       EAGLE-3 head; its engines take 110 GiB
+#                       EAGLE-3 head; by its size, its engines take 110 GiB
 #            speed-1b   no speculation, vLLM's chains, n-gram and trees, a target of Llama-3.2-1B's shape
 #            speed-eagle3-1b   the same with an EAGLE-3 head, and without n-gram
 #            speed-hybrid   the same with Mamba-2 in most layers, of Granite-4.0-H-1B's shape

@@ -12,7 +12,7 @@ import math
 import re
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,34 +30,36 @@ RESULTS = ROOT / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 
-def _speed_ups(name: str) -> str:
+def _speed_ups(name: str, *, by_prompts: bool = False) -> str:
     """Compare engines by their times per token alone, in one table of all cells.
 
     A text has the speed over no speculation and over the best chain; trees that lose are bold. Of
-    a kind of chains, the best length stands in each cell.
+    a kind of chains, the best length stands in each cell. ``by_prompts``: of several kinds of
+    prompts, with a row for each cell in place of a column.
     """
     result = read(RESULTS / f"{name}.json")
-    columns = {f"T {c.temperature:g}, batch {c.batch}": rows(result, c) for c in result.cells()}
-    lines = [f"| × no speculation, × best chain | {' | '.join(columns)} |"]
-    lines.append("|---|" + "---:|" * len(columns))
-    for label in _kinds(result):
-        fastest = (_fastest(result, found, label) for found in columns.values())
-        texts = [_speed_up(result, row) for row in fastest]
-        lines.append(f"| {label} | {' | '.join(texts)} |")
-    return "\n".join(lines)
-
-
-def _speed_ups_by_prompts(name: str) -> str:
-    """Compare the same of several kinds of prompts, with a row for each cell."""
-    result = read(RESULTS / f"{name}.json")
-    lines = [f"| × no speculation, × best chain | {' | '.join(_kinds(result))} |"]
-    lines.append("|---|" + "---:|" * len(_kinds(result)))
-    for cell in sorted(result.cells(), key=lambda c: (c.prompts, c.temperature, c.batch)):
+    labels = [*dict.fromkeys(_kind(result, engine.name) for engine in result.engines)]
+    cells = result.cells()
+    if by_prompts:
+        cells = sorted(cells, key=lambda cell: (cell.prompts, cell.temperature, cell.batch))
+    texts = {}
+    for cell in cells:
         found = rows(result, cell)
-        fastest = (_fastest(result, found, label) for label in _kinds(result))
-        texts = " | ".join(_speed_up(result, row) for row in fastest)
-        lines.append(f"| {cell.prompts}, T {cell.temperature:g}, batch {cell.batch} | {texts} |")
-    return "\n".join(lines)
+        of_prompts = f"{cell.prompts}, " * by_prompts
+        texts[f"{of_prompts}T {cell.temperature:g}, batch {cell.batch}"] = [
+            _speed_up(result, _fastest(result, found, label)) for label in labels
+        ]
+    if by_prompts:
+        return _markdown(labels, texts)
+    of_labels = zip(*texts.values(), strict=True)
+    return _markdown(list(texts), dict(zip(labels, of_labels, strict=True)))
+
+
+def _markdown(columns: Sequence[str], lines: Mapping[str, Sequence[str]]) -> str:
+    """Write a table of speeds."""
+    head = f"| × no speculation, × best chain | {' | '.join(columns)} |"
+    body = [f"| {label} | {' | '.join(texts)} |" for label, texts in lines.items()]
+    return "\n".join([head, "|---|" + "---:|" * len(columns), *body])
 
 
 def _kinds(result: Result) -> list[str]:
@@ -270,7 +272,7 @@ TABLES: dict[str, Callable[[], str]] = {
             "offload": "serve-llama-1b-offload",
         }.items()
     },
-    "speed_smollm2": partial(_speed_ups_by_prompts, "serve-smollm2-look-up"),
+    "speed_smollm2": partial(_speed_ups, "serve-smollm2-look-up", by_prompts=True),
     "speed_gpu": partial(_on_gpus, "1b"),
     "peers": _peers,
     "recipes": _recipes,

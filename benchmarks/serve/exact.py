@@ -88,6 +88,7 @@ HEADS: dict[str, dict[str, Any]] = {
         "architectures": ["Eagle3DeepseekV2ForCausalLM"],
         "eagle_aux_hidden_state_layer_ids": [2, 13, 24],
         "q_lora_rank": 768,
+        # Its layer has the number of the target's layers, 27, and is to have no experts.
         "first_k_dense_replace": 32,
     },
 }

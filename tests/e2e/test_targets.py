@@ -205,9 +205,7 @@ def _with_scales(folder: Path, kind: str, seed: int = 0) -> Path:
 
 def _with_int8(folder: Path, kind: str) -> Path:
     if torch.cpu._is_amx_tile_supported():
-        pytest.skip(
-            "with AMX vLLM takes int8 in 16-bit types alone; test_quantized.py compares them"
-        )
+        pytest.skip("AMX takes int8 in 16-bit types alone; test_quantized.py compares them")
     return with_weights(folder, kind)
 
 

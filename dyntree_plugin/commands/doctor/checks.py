@@ -68,7 +68,7 @@ def device() -> Check:
 
     kind = device_type()
     if kind == "cpu":
-        cores = len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return Check("device", "ok", f"cpu: {cpu()}, {cores} cores to run on")
     device = f"{kind}: {current_platform.get_device_name()}" if kind else "none that vLLM knows"
     refusal = versions.platform_refusal(kind)
