@@ -123,6 +123,6 @@ def _legend(result: Result) -> str:
     first = result.engines[0].name
     return (
         f"tokens/step: of one request; speed-up: over {first}; × best chain: over the best chain "
-        "of the table. Both compare times per token. ±: standard error over the rounds. Red: "
-        "slower."
+        "of the table. Both compare times per token, in steps that read no prompt. ±: standard "
+        "error over the rounds. Red: slower."
     )

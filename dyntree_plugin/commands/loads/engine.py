@@ -72,15 +72,25 @@ def _redirect(log: Path) -> None:
 @dataclass
 class _Request:
     """The request's times, in seconds: sent, first token, last token. ``steps``: steps that gave it
-    tokens."""
+    tokens. ``beside``: seconds and tokens of steps after the first token that read a prompt."""
 
     asked: float
     first: float | None = None
     last: float = 0.0
     steps: int = 0
     tokens: list[int] = field(default_factory=list)
+    beside: tuple[float, int] = (0.0, 0)
 
-    def take(self, tokens: Sequence[int], now: float) -> None:
+    def times(self) -> tuple[float, float | None, float, int]:
+        """Return what `latencies_ms` takes, as if no other request's prompt had been read."""
+        seconds, tokens = self.beside
+        return self.asked, self.first, self.last - seconds, len(self.tokens) - tokens
+
+    def take(self, tokens: Sequence[int], began: float, now: float, reads: bool) -> None:
+        """Take what a step gave; ``reads``: it read a prompt."""
+        if reads and self.steps:
+            seconds, beside = self.beside
+            self.beside = seconds + now - began, beside + len(tokens)
         if tokens:
             self.first = now if self.first is None else self.first
             self.last = now
@@ -160,7 +170,7 @@ class Served:
         grown = counts.grown(before, REGISTRY.collect())
         decoding = [step for step in steps if step.decodes]
         names = dict.fromkeys(name for step in decoding for name in step.stages)
-        tpot, ttft = latencies_ms([(r.asked, r.first, r.last, len(r.tokens)) for r in requests])
+        tpot, ttft = latencies_ms([request.times() for request in requests])
         run = Run(
             round=0,
             requests=len(requests),
@@ -199,11 +209,12 @@ class Served:
             began = time.perf_counter()
             outputs: list[Any] = engine.step()
             now = time.perf_counter()
-            began_earlier = [running[output.request_id].steps > 0 for output in outputs]
-            decodes = not admitted and bool(outputs) and all(began_earlier)
-            steps.append(_Step(now - began, self._take_stages(), decodes))
+            given = {output.request_id: output.outputs[0].token_ids for output in outputs}
+            reads = admitted > 0 or not all(running[name].steps for name in given)
+            steps.append(_Step(now - began, self._take_stages(), bool(outputs) and not reads))
+            for name, request in running.items():
+                request.take(given.get(name, ()), began, now, reads)
             for output in outputs:
-                running[output.request_id].take(output.outputs[0].token_ids, now)
                 if output.outputs[0].finish_reason == "error":
                     raise RuntimeError(f"vLLM has ended request {output.request_id} by an error")
                 if output.finished:

@@ -46,13 +46,14 @@ class Fallbacks(Record):
 class Run(Record):
     """One engine's work on one cell in one round.
 
-    ``tpot_ms``: time per output token after the first, over all requests. ``ttft_ms``: mean time to
-    the first token. ``steps``: engine steps without a prompt; ``step_ms``: their mean time;
-    ``stages_ms``: the worker's share of it by stage, for an engine in another process over all
-    steps. ``request_steps``: steps of all single requests after their first tokens; 0 if unknown.
-    They belong to ``output_tokens``, which has no token after the end of an answer; ``speculation``
-    may count such tokens. ``tokens_per_step_error``: standard error, over requests, of the tokens
-    per such step; 0 if unknown. ``told``: as in `Load`; no result file has it.
+    ``tpot_ms``: time per output token after the first, over all requests, in steps that read no
+    prompt: without speculation, answers of one length end together and wait for none. ``ttft_ms``:
+    mean time to the first token. ``steps``: engine steps without a prompt; ``step_ms``: their mean
+    time; ``stages_ms``: the worker's share of it by stage, for an engine in another process over
+    all steps. ``request_steps``: steps of all single requests after their first tokens; 0 if
+    unknown. They belong to ``output_tokens``, which has no token after the end of an answer;
+    ``speculation`` may count such tokens. ``tokens_per_step_error``: standard error, over requests,
+    of the tokens per such step; 0 if unknown. ``told``: as in `Load`; no result file has it.
     """
 
     round: int

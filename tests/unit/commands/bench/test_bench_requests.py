@@ -105,7 +105,9 @@ def test_what_warms_up_has_a_request_of_every_kind() -> None:
 
 
 class Scripted:
-    """An engine whose steps give each request a number of tokens from a script."""
+    """An engine whose steps give each request a number of tokens from a script, in ``seconds``."""
+
+    now, seconds = 0.0, (0.0,) * 9
 
     def __init__(self, steps: Sequence[dict[str, int | None]]) -> None:
         self.steps, self.asked = list(steps), list[Any]()
@@ -115,6 +117,7 @@ class Scripted:
 
     def step(self) -> list[Any]:
         """Give the tokens of the next step. A negative number of them ends the request."""
+        Scripted.now += self.seconds[-len(self.steps)]
         return [
             SimpleNamespace(
                 request_id=name,
@@ -152,6 +155,17 @@ def test_steps_and_tokens_of_requests_that_end_early_are_counted() -> None:
     assert run.tokens_per_step_error == pytest.approx(2**0.5 * (13 / 7) / 7)
     # Of the steps in which no prompt is read, one has no output.
     assert run.steps == 4
+
+
+@pytest.mark.parametrize(("slow", "seconds"), [(1, 4 / 7), (2, 202 / 7)])
+def test_time_per_token_is_that_of_steps_that_read_no_prompt(
+    slow: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So requests that end at different times make an engine no slower. Control: another step."""
+    steps = {"0": 1}, {"0": 2, "1": 1}, {"0": 3, "1": 2}, {"0": -1, "1": -1}
+    monkeypatch.setattr("time.perf_counter", lambda: Scripted.now)
+    monkeypatch.setattr(Scripted, "seconds", [100.0 if n == slow else 1.0 for n in range(4)])
+    assert served(*steps)[0].tpot_ms == pytest.approx(1e3 * seconds)
 
 
 def test_a_request_that_an_engine_gives_up_is_an_error() -> None:
