@@ -112,7 +112,7 @@ class Head(nn.Module):
         between B and itself.
         """
         length = embedded.shape[1]
-        angles = self.rotary(embedded, torch.arange(length)[None])
+        angles = self.rotary(embedded, torch.arange(length, device=embedded.device)[None])
         hidden = self.fc(states)
         cached: list[Cached] = []
         for step in range(1, min(steps, length - 1) + 1):
@@ -171,7 +171,7 @@ class _Attention(nn.Module):
         )
         rows = read.shape[1]
         (keys, values), *later = [(k[:, :, :rows], v[:, :, :rows]) for k, v in cached]
-        ahead = torch.full((rows, rows), -torch.inf, dtype=query.dtype).triu(1)
+        ahead = query.new_full((rows, rows), -torch.inf).triu(1)
         query = query * self.head_dim**-0.5
         scores = torch.baddbmm(
             ahead.expand(query.shape[0] * query.shape[1], -1, -1),

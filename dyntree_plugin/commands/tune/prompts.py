@@ -49,7 +49,11 @@ def read(path: Path, tokenizer: Any, most: int, held_out: int, seed: int, *, cha
                 f"--prompts {str(path)!r}: prompt {number} has {SAMPLING}, which is for dyntree "
                 "bench serve: leave it out, and give --temperature"
             )
-    texts = [str(request.prompt) for request in requests]
+    # An equal prompt could be both learned and held out.
+    texts = [*dict.fromkeys(str(request.prompt) for request in requests)]
+    notes = []
+    if dropped := len(requests) - len(texts):
+        notes.append(f"{dropped} of the prompts are equal to others, and left out.")
     if len(texts) < FEWEST + held_out:
         raise ValueError(
             f"--prompts {str(path)!r} has {len(texts)} prompts: it must have at least {FEWEST}, "
@@ -63,7 +67,6 @@ def read(path: Path, tokenizer: Any, most: int, held_out: int, seed: int, *, cha
                 f"--max-tokens and the trees it may have 1 to {most}"
             )
     digest = hashlib.sha256(json.dumps(encoded).encode()).hexdigest()
-    notes = []
     share = sum(map(len, encoded)) / max(1, sum(len(text.encode()) for text in texts))
     if share >= STRANGE:
         notes.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -193,3 +194,13 @@ def test_a_stored_head_is_read_back(head: eagle.Head, tmp_path: Path) -> None:
     assert again.layers == LAYERS
     for name, weight in head.state_dict().items():
         assert torch.equal(again.state_dict()[name], weight.to(torch.bfloat16).to(weight.dtype))
+
+
+def test_a_head_computes_where_its_inputs_are(head: eagle.Head) -> None:
+    """A tensor of the CPU among them would fail, as it would on a GPU."""
+    elsewhere = deepcopy(head).to("meta")
+    size = head.config.hidden_size
+    states = torch.empty(1, LENGTH, len(LAYERS) * size, device="meta")
+    embedded = torch.empty(1, LENGTH, size, device="meta")
+    found = [*elsewhere.unrolled(states, embedded, STEPS)]
+    assert [logits.device.type for logits in found] == ["meta"] * STEPS

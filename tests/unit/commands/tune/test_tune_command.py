@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import ran, refused
+from transformers import AutoTokenizer
 from typer.testing import Result
 
 from dyntree_plugin import pair
@@ -101,6 +102,17 @@ def test_the_same_command_goes_on_and_another_is_refused(tune: Tune, file: Path)
     with file.open("a") as more:
         more.write('{"prompt": "one more"}\n')
     assert "another content of --prompts" in refused(tune())
+
+
+def test_an_equal_prompt_is_not_both_learned_and_held_out(file: Path) -> None:
+    """Control: without it, nothing is left out."""
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    once = prompts.read(file, tokenizer, 999, 8, 0, chat=False)
+    file.write_text(file.read_text() * 2)
+    twice = prompts.read(file, tokenizer, 999, 8, 0, chat=False)
+    assert (twice.held_out, twice.learn, twice.digest) == (once.held_out, once.learn, once.digest)
+    assert not once.notes
+    assert twice.notes[0].startswith("40 of the prompts are equal to others")
 
 
 def test_parts_hold_every_prompt_once_and_begin_with_those_held_out() -> None:
