@@ -11,18 +11,25 @@ from dyntree_plugin.secrets import hidden
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Refuse a file that vLLM fails on, or of which it would lose one of two equal keys.
+    """Refuse a file that vLLM fails on or overlooks, or of which it would lose one of two keys.
 
     ``arguments``: those of ``vllm serve``.
 
     Raises:
         ValueError: naming the file and what is wrong in it.
     """
-    if "--config" not in arguments[:-1]:
+    for each in arguments:
+        if each.startswith("--config="):  # vLLM would read no file, and say nothing.
+            raise ValueError(f"{each!r}: write --config and the file as two words")
+    if "--config" not in arguments:
         return
-    path = arguments[arguments.index("--config") + 1]
+    path, *further = arguments[arguments.index("--config") + 1 :] or [""]
+    if not path or "--config" in further:
+        raise ValueError("--config must be given once, and be followed by a YAML file")
     try:
         _check(_read(path))
+        if not path.endswith((".yaml", ".yml")):
+            raise ValueError("must end in .yaml or .yml")
     except ValueError as error:
         raise ValueError(f"--config {path!r} {' '.join(str(error).split())}") from None
 

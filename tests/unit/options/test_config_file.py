@@ -51,5 +51,26 @@ def test_what_vllm_reads_is_left_to_it(tmp_path: Path) -> None:
         "dyntree: &same {width: 2}\nport: 8001\nmore: *same\nlist: [1]\nday: 2020-01-01\n"
         "again: {<<: *same, children: 3}"
     )
-    for arguments in ([], ["--config"], ["model", "--config", str(path)]):
+    for arguments in ([], ["model", "--config", str(path)]):
         config_file.check(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["--config=FILE.yaml"],
+            "'--config=.*FILE.yaml': write --config and the file as two words",
+        ),
+        (["--config"], "must be given once, and be followed by a YAML file"),
+        (["--config", "FILE.yaml", "--config", "FILE.yaml"], "must be given once"),
+        (["--config", "FILE.json"], "FILE.json' must end in .yaml or .yml"),
+    ],
+)
+def test_what_vllm_overlooks_or_fails_on_is_refused(
+    tmp_path: Path, arguments: list[str], told: str
+) -> None:
+    for name in ("FILE.yaml", "FILE.json"):
+        (tmp_path / name).write_text('{"port": 8001}')
+    with pytest.raises(ValueError, match=told):
+        config_file.check([each.replace("FILE", str(tmp_path / "FILE")) for each in arguments])
