@@ -24,7 +24,7 @@ class WorkerCounts:
     ``report``: columns of `Report` on the trees, without chances and forwards; None without trees.
     If the scheduler chose one size for all, ``admitted`` is at most that. ``verified``: the trees
     were verified. ``replaced``: how often the weights of a model were replaced before the step.
-    ``stage_seconds``: seconds by stage of the steps that the device has finished since the last
+    ``stage_seconds``: seconds by stage of each step that the device has finished since the last
     counts. ``compared``: for each of these steps, in order, its seconds, and the target's without
     trees for one token of one request; both 0 if there is no estimate, or not every request
     decoded. ``budgeted``: seconds of this step; None if no adaptive budget expected any.
@@ -45,7 +45,7 @@ class WorkerCounts:
     replaced: dict[str, int] = field(default_factory=dict)
     draft_forwards: int = 0
     node_budget: int = 0
-    stage_seconds: dict[str, float] = field(default_factory=dict)
+    stage_seconds: dict[str, list[float]] = field(default_factory=dict)
     compared: list[tuple[float, float]] = field(default_factory=list)
     budgeted: StepSeconds | None = None
     worth: list[list[float]] = field(default_factory=list)

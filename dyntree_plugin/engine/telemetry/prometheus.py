@@ -75,12 +75,17 @@ class TreeSpecDecodingProm(SpecDecodingProm):
             if metric.labels:
                 # An item of a list has its position as its label.
                 items = value.items() if isinstance(value, Mapping) else enumerate(value, start=1)
-                for label, amount in items:
-                    if amount:  # Most series of a counter have nothing to add.
-                        by_label[label,](amount)
+                for label, amounts in items:
+                    for amount in _listed(amounts):
+                        if amount:  # Most series of a counter have nothing to add.
+                            by_label[label,](amount)
             else:
-                for amount in value if isinstance(value, list) else [value]:
+                for amount in _listed(value):
                     by_label[()](amount)
+
+
+def _listed(value: float | list[float]) -> list[float]:
+    return value if isinstance(value, list) else [value]
 
 
 class _Series(dict[tuple[object, ...], Callable[[float], None]]):

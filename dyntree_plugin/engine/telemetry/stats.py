@@ -48,7 +48,7 @@ class TreeSpecDecodingStats(SpecDecodingStats):
     kv_moved: int = 0
     draft_forwards: int = 0
     node_budget: int = 0
-    stage_seconds: dict[str, float] = field(default_factory=dict)
+    stage_seconds: dict[str, list[float]] = field(default_factory=dict)
     grammar_seconds: list[float] = field(default_factory=list)
     compared: dict[str, float] = field(default_factory=dict)
     budgeted: dict[str, float] = field(default_factory=dict)

@@ -167,7 +167,7 @@ class StepTimes:
             finished = self._records.popleft()
             spent = {name: value for name, value in finished.times.seconds().items() if value}
             for name, seconds in spent.items():
-                counts.stage_seconds[name] = counts.stage_seconds.get(name, 0.0) + seconds
+                counts.stage_seconds.setdefault(name, []).append(seconds)
             counts.compared.append(finished.compare(spent))
             counts.drafted.extend(finished.drafting(spent))
         return counts
