@@ -200,7 +200,7 @@ def dashboards(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")],
     force: Annotated[bool, option("--force", "", "Write into DIR though it has files.")] = False,
 ) -> None:
-    """Write Grafana's dashboards, Prometheus' rules and files for deployment into a folder."""
+    """Write Grafana's dashboards, Prometheus' rules and their compose file into a folder."""
     from dyntree_plugin.commands.dashboards.command import write
 
     with reasons.exit_on_mistake("dyntree dashboards"):

@@ -31,10 +31,13 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
     import torch
 
     words = [*_program(), *sys.argv[1:]] if command is None else list(command)
+    # Installed within a repository of the user's, this file is not of that.
+    own = _output("git", "ls-files", "--error-unmatch", Path(__file__).name) is not None
+    changed = own and _output("git", "status", "--porcelain", "--untracked-files=no")
     return {
         "command": shlex.join(hidden_words(words)),
-        "commit": _output("git", "rev-parse", "HEAD") or os.environ.get("DYNTREE_COMMIT"),
-        "uncommitted": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
+        "commit": (own and _output("git", "rev-parse", "HEAD")) or os.environ.get("DYNTREE_COMMIT"),
+        "uncommitted": bool(changed),
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "packages": packages(),

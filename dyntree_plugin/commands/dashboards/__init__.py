@@ -1,1 +1,1 @@
-"""`dyntree dashboards`: Grafana's dashboards, Prometheus' rules and examples of deployment."""
+"""`dyntree dashboards`: Grafana's dashboards and Prometheus' rules."""

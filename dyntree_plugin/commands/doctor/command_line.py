@@ -30,6 +30,8 @@ _NAME = "command line"
 
 def command_line_checks(arguments: Sequence[str]) -> tuple[list[Check], VllmConfig | None]:
     """Return the refusals as checks, or the checks of an admitted engine and its configuration."""
+    if not device_type():  # vLLM's parser would raise a RuntimeError.
+        return [Check(_NAME, "fail", "vLLM finds no device here, and cannot read arguments")], None
     try:
         with reasons.not_logged():
             parsed = parse(arguments)

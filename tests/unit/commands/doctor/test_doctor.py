@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 from vllm.utils.cpu_resource_utils import MemoryNodeInfo
 
@@ -19,6 +20,7 @@ from dyntree_plugin import openmp
 from dyntree_plugin.admission import versions
 from dyntree_plugin.commands.doctor import checks, kernels
 from dyntree_plugin.commands.doctor import command as doctor
+from dyntree_plugin.commands.doctor.report import Check
 from dyntree_plugin.engine.attention import choice
 
 pytestmark = pytest.mark.usefixtures("environment")
@@ -49,6 +51,21 @@ def test_one_failure_is_told_by_the_exit_status(
     assert json.loads(report)["ok"] is False
     failing = [name for name, status in statuses(report).items() if status == "fail"]
     assert failing == ["plugin"]
+
+
+@pytest.mark.parametrize("of_line", [True, False])
+def test_without_a_device_no_line_is_read_and_nothing_built_for_it(
+    of_line: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Control: without a line, kernels of the common shape are built."""
+    monkeypatch.setattr(type(current_platform), "device_type", "")
+    monkeypatch.setattr(kernels, "build", lambda *_: [Check("built", "ok", "")])
+    run(["model"] * of_line, build_kernels=True)
+    found = statuses(capsys.readouterr().out)
+    assert (found.get("command line"), "built" in found) == (
+        "fail" if of_line else None,
+        not of_line,
+    )
 
 
 def test_without_vllm_it_says_so_and_stops(
