@@ -78,7 +78,8 @@ class Head(nn.Module):
         super().__init__()
         self.config = config
         hidden = config.hidden_size
-        self.fc = nn.Linear(config.num_aux_hidden_states * hidden, hidden, bias=False)
+        states = len(config.eagle_aux_hidden_state_layer_ids)
+        self.fc = nn.Linear(states * hidden, hidden, bias=False)
         self.midlayer = _Layer(config)
         self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)

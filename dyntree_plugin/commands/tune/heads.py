@@ -20,6 +20,9 @@ from dyntree_plugin.tune.fit import Machine
 from dyntree_plugin.tune.head import STEPS, default_layers, frequent_tokens, head_loss
 from dyntree_plugin.tune.shards import save_tensors
 
+OTHER_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Settings of heads that `Head` does not have."""
+
 
 def config_of(settings: Settings) -> Any:
     """Return the configuration of the head.
@@ -49,6 +52,9 @@ def config_of(settings: Settings) -> Any:
                     f"--draft {settings.draft!r} must be an EAGLE-3 head whose configuration says "
                     f"what it reads and drafts; it has no {name}"
                 )
+        # vLLM computes with them, and training would not.
+        if other := [name for name in OTHER_NORMS if getattr(config, name, False)]:
+            raise ValueError(f"--draft {settings.draft!r} cannot be trained: it has {other[0]}")
         return config
     heads = target.num_attention_heads
     shape = Shape(

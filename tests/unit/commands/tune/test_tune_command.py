@@ -13,9 +13,10 @@ from transformers import AutoTokenizer
 from typer.testing import Result
 
 from dyntree_plugin import pair
-from dyntree_plugin.commands.tune import check, prompts, tuning
+from dyntree_plugin.commands.tune import check, heads, prompts, tuning
 from dyntree_plugin.commands.tune.write import PART, parts
 from dyntree_plugin.pair import held_out_prompts
+from dyntree_plugin.tune import eagle
 
 TARGET, DRAFT = map(str, pair.target_and_draft())
 
@@ -92,6 +93,21 @@ def test_a_draft_of_another_vocabulary_is_refused(tune: Tune, tmp_path: Path) ->
     content["model"]["vocab"] = dict(zip(vocabulary, ids, strict=True))
     (other / "tokenizer.json").write_text(json.dumps(content))
     assert "must have the vocabulary of --target" in refused(tune(models=(TARGET, str(other))))
+
+
+@pytest.mark.parametrize("name", heads.OTHER_NORMS)
+def test_a_head_that_training_would_compute_otherwise_is_refused(
+    name: str, tune: Tune, tmp_path: Path
+) -> None:
+    """Control: the head as it is is trained, and need not say how many states it reads."""
+    other = tmp_path / "other"
+    shutil.copytree(pair.paths()["eagle3"], other)
+    config = json.loads((other / "config.json").read_text()) | {"num_aux_hidden_states": None}
+    for change, said in (({name: True}, f"cannot be trained: it has {name}"), ({}, "")):
+        (other / "config.json").write_text(json.dumps(config | change))
+        done = tune("--head", "eagle3", models=(TARGET, str(other)))
+        assert said in refused(done) if said else done.exit_code == 0
+    assert eagle.load_head(other).fc.weight.shape[1] == 3 * config["hidden_size"]
 
 
 def test_the_same_command_goes_on_and_another_is_refused(tune: Tune, file: Path) -> None:
