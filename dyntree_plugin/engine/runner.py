@@ -40,6 +40,7 @@ from dyntree_plugin.engine.sampling.processors import (
     custom_processors,
     read_paths,
 )
+from dyntree_plugin.engine.sampling.prompts import leave_out_drafts
 from dyntree_plugin.engine.sampling.ranking import TargetRanking
 from dyntree_plugin.engine.stage import TreeStage
 from dyntree_plugin.engine.start.kept_costs import costs_at_start
@@ -144,6 +145,7 @@ class TreeRunnerMixin(TreeStage):
         if self.sampler is None:
             raise RuntimeError("vLLM made no sampler for a generating model")
         wrap_seeds(self.sampler)
+        leave_out_drafts(self.prompt_logprobs_worker)
         processors = self._read_paths(self.sampler)
         self.verifier = TreeVerifier(
             self.sampler,

@@ -356,7 +356,9 @@ def _output(output: Any) -> Output:
         prompt_logprobs=[
             at[token].logprob
             for token, at in zip(
-                output.prompt_token_ids, output.prompt_logprobs or (), strict=False
+                output.prompt_token_ids if output.prompt_logprobs else (),
+                output.prompt_logprobs or (),
+                strict=True,
             )
             if at  # the first token has no logprob
         ],

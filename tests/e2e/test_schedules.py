@@ -45,6 +45,14 @@ FEW = {
     "copies": Schedule([ask(length, copy) for length in ONE_TOKEN_LEFT for copy in range(4)]),
     "several": Schedule([ask(n, temperature=0.9, seed=n, n=3) for n in ONE_TOKEN_LEFT]),
     "resumed": Schedule(RESUMED, resumed=True),
+    # Prompts of one token take slots of longer ones while another request decodes.
+    "scored": Schedule(
+        [
+            ask(40, max_tokens=80, ignore_eos=True),
+            *(ask(40, copy) for copy in range(1, 4)),
+            *(ask(1, copy, at=15 + copy, prompt_logprobs=1) for copy in range(4)),
+        ]
+    ),
 }
 """The first of an engine's schedules meets slots that never held a tree."""
 ALL = FEW | {
@@ -163,6 +171,7 @@ def test_tokens_and_logprobs_are_those_without_trees(
 def test_requests_were_filled_up(engine: str, served: Served) -> None:
     results = served(engine)
     assert results["copies"].filled_up
+    assert results["scored"].filled_up or engine != "fixed"
     # In steps of so few tokens others are in their prompts, and none is filled up.
     assert results["resumed"].filled_up or engine == "chunked"
 
