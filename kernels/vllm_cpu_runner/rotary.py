@@ -27,12 +27,16 @@ def mend_rotary() -> None:
     def forward_cpu(
         self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        of_key = None if key is None else _flat(key)
-        queries, keys = stock(self, positions, _flat(query), of_key)
-        return queries.view(query.shape), None if key is None else keys.view(key.shape)
+        queries, keys = stock(self, positions, _flat(query), _flat(key))
+        return _as_given(queries, query), None if key is None else _as_given(keys, key)
 
     module.forward_cpu = forward_cpu
 
 
-def _flat(rows: torch.Tensor) -> torch.Tensor:
-    return rows.flatten(1) if rows.dim() > 2 else rows
+def _flat(rows: Any) -> Any:
+    return rows.flatten(1) if rows is not None and rows.dim() > 2 else rows
+
+
+def _as_given(rotated: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    # One head was rotated in place. With other strides, vLLM could not assign a row to itself.
+    return rows if rows.dim() > 2 and rows.shape[1] == 1 else rotated.view(rows.shape)

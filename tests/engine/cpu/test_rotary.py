@@ -58,14 +58,16 @@ def test_parts_of_heads_are_rotated() -> None:
     assert max(differences(query, rows(1, 3), neox=False)) < 1e-5
 
 
-@pytest.mark.parametrize("shape", [(0, 4, SIZE), (0, 4 * SIZE)])
-def test_no_tokens_have_nothing_to_rotate(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(0, 4, SIZE), (0, 4 * SIZE), (1, 1, SIZE)])
+def test_no_rows_and_one_of_one_head_are_assigned_to_themselves(shape: tuple[int, ...]) -> None:
     mend_rotary()
     with set_current_vllm_config(VllmConfig()):
         rope = get_rope(SIZE, 128, True, {"rope_type": "default", "rope_theta": 1e4}, torch.float32)
-    nothing = torch.empty(shape)
-    found, _ = rope.forward_cpu(torch.arange(0), nothing, nothing.clone())
+    heads = torch.ones(*shape[:-1], 16 + shape[-1])
+    part = heads[..., 16:]
+    found, _ = rope.forward_cpu(torch.arange(shape[0]), part, part.clone())
     assert found.shape == shape
+    heads[..., 16:] = found  # as latent attention does
 
 
 def test_vllms_operator_leaves_heads_out() -> None:
