@@ -43,24 +43,25 @@ def read(path: Path, tokenizer: Any, most: int, held_out: int, seed: int, *, cha
             must have 1 to ``most`` tokens.
     """
     requests = lines(path)
+    # By the first of equal ones, which could be both learned and held out.
+    numbers: dict[str, int] = {}
     for number, request in enumerate(requests, start=1):
+        numbers.setdefault(str(request.prompt), number)
         if request.sampling:
             raise ValueError(
                 f"--prompts {str(path)!r}: prompt {number} has {SAMPLING}, which is for dyntree "
                 "bench serve: leave it out, and give --temperature"
             )
-    # An equal prompt could be both learned and held out.
-    texts = [*dict.fromkeys(str(request.prompt) for request in requests)]
-    notes = []
+    texts, notes = [*numbers], []
     if dropped := len(requests) - len(texts):
         notes.append(f"{dropped} of the prompts are equal to others, and left out.")
     if len(texts) < FEWEST + held_out:
         raise ValueError(
-            f"--prompts {str(path)!r} has {len(texts)} prompts: it must have at least {FEWEST}, "
-            f"and {held_out} more to hold out (--held-out)"
+            f"--prompts {str(path)!r} has {len(texts)} prompts that differ: it must have at least "
+            f"{FEWEST}, and {held_out} more to hold out (--held-out)"
         )
     encoded = chats.encoded(texts, tokenizer, chat=chat)
-    for number, tokens in enumerate(encoded, start=1):
+    for number, tokens in zip(numbers.values(), encoded, strict=True):
         if not 0 < len(tokens) <= most:
             raise ValueError(
                 f"--prompts {str(path)!r}: prompt {number} has {len(tokens)} tokens; with "

@@ -142,19 +142,22 @@ def addresses() -> Iterator[dict[str, str]]:
     web.shutdown()
 
 
+PROMPTS = b"".join(b'{"prompt": "def f%d(x):"}\n' % number for number in range(80))
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work in a folder with files that a user may give by mistake."""
     contents = {
-        "ok.jsonl": b'{"prompt": "def f(x):"}\n' * 80,
+        "ok.jsonl": PROMPTS,
         "empty.jsonl": b"",
         "empty.txt": b"",
         "long.jsonl": b'{"prompt": "%s"}\n' % (b"x = 1" * 2000),
         "text.jsonl": b"just text\n",
         "number.jsonl": b"5\n",
         "other.jsonl": b'{"other": 1}\n' * 80,
-        "blank.jsonl": b'{"prompt": ""}\n' * 80,
-        "longer.jsonl": b'{"prompt": "a"}\n' * 80 + b'{"prompt": "%s"}\n' % (b"x = 1" * 2000),
+        "blank.jsonl": b'{"prompt": ""}\n' + PROMPTS,
+        "longer.jsonl": PROMPTS + b'{"prompt": "%s"}\n' % (b"x = 1" * 2000),
         "sampled.jsonl": b'{"prompt": "a", "sampling": {"top_k": 2}}\n' * 80,
         "twice.jsonl": b'{"prompt": "a", "prompt": "b"}\n',
         "half.jsonl": b'{"prompt": "\\ud800"}\n' * 80,
