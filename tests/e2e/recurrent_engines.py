@@ -124,7 +124,10 @@ def recurrent(model: Path, kind: str) -> Engines:
             draft | cached,
             sound_runs(LONG) | turns | broken_runs(LONG, ["commit_dropped"]),
         ),
-        "two ranks": (draft | cached, sound_runs(LONG) | turns),
+        "two ranks": (
+            draft | cached,
+            sound_runs(LONG) | turns | broken_runs(LONG, ["commit_dropped"]),
+        ),
         "two stages": (piped, sound_runs(RUN) | staged | aborted),
         "compiled": (draft | {"enforce_eager": False}, sound_runs(RUN)),
         **halves,

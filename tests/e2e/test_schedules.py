@@ -241,7 +241,7 @@ def test_random_requests_get_what_they_get_without_trees(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["nemotron_h", "gemma3_text", "deepseek_v2"])
+@pytest.mark.parametrize("kind", ["nemotron_h", "gemma3_text", "qwen3_next", "deepseek_v2"])
 def test_random_requests_on_targets_of_other_kinds(kind: str, tmp_path: Path) -> None:
     model = KINDS[kind](tmp_path)
     options, tally = options_of_kind(6, model, kind), Tally()
