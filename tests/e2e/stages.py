@@ -14,10 +14,8 @@ from unittest import mock
 from engine_process import Engine, Result, Run, answered, main, result_of
 from ranks import UNBOUND
 from sabotage_of_states import (  # noqa: F401
-    commit_dropped,
     commit_of_another_forward,
     commit_of_the_latest_forward,
-    end_of_block_dropped,
 )
 
 BROKEN = ("without_paths_of_earlier_stages", "without_trees_of_earlier_stages")
@@ -31,7 +29,7 @@ def serve_in_stages(
     **variables: str,
 ) -> dict[str, Result]:
     """Start an engine of so many stages and work through the runs; a run's sabotage is in force on
-    every stage but the last. ``variables`` extend the environment."""
+    every worker but the last. ``variables`` extend the environment."""
     arguments = {"pipeline_parallel_size": stages, **engine}
     found = answered(program, arguments, runs, threads=1, **UNBOUND | variables)
     return {name: result_of(one) for name, one in found.items()}
@@ -72,11 +70,13 @@ class StagedEngine(Engine):
 
 
 def _break(worker: Any, name: str) -> None:
+    import sabotage
     import stages
 
     worker.broken = ExitStack()
-    if not worker.model_runner.is_last_pp_rank:
-        worker.broken.enter_context(getattr(stages, name)(worker.model_runner))
+    if worker.rank < worker.parallel_config.world_size - 1:
+        broken = getattr(stages, name, None) or getattr(sabotage, name)
+        worker.broken.enter_context(broken(worker.model_runner))
 
 
 def _mend(worker: Any) -> None:

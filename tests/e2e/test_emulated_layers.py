@@ -216,8 +216,9 @@ class Engines(NamedTuple):
     on_cuda_alone: bool
 
 
-def _engines(name: str, folder: Path) -> Engines:
-    source, common, of_plain = TARGETS[name]
+def _engines(name: str, folder: Path, source: str = "") -> Engines:
+    own, common, of_plain = TARGETS[name]
+    source = source or own
     kind, *cached = name.split(" with a ")[0].split(" in ")[0].split(", ")
     written_here = (LATENT, latent_target), (VISION, vision_target), (LING, ling_target)
     make = next((make for kinds, make in written_here if kind in kinds), random_target)
@@ -226,7 +227,7 @@ def _engines(name: str, folder: Path) -> Engines:
     sparse = common.items() >= SPARSE.items()
     on_cuda_alone = "kv_cache_dtype" in common or sparse or kind in {*ON_CUDA, *LING}
     common = LIMITS | common | {"model": model}
-    run = next(RUNS[each] for each in (name, *cached, kind, source) if each in RUNS)
+    run = next(RUNS[each] for each in (name, *cached, kind, own) if each in RUNS)
     trees = _engine(source, model)
     nodes = trees["speculative_config"]["num_speculative_tokens"]
     sizes = [requests * (nodes + 1) for requests in (1, 2, 4)]

@@ -117,7 +117,7 @@ def _graph_capture(self: Any, context: Any = None) -> Iterator[Any]:
 
 
 def configure() -> None:
-    """Configure engines with trees as on CUDA, with asynchronous scheduling and graphs."""
+    """Configure engines with trees as on CUDA, with graphs."""
     stand_in()
     sparse.stand_in()
     enter_directly()
@@ -150,7 +150,7 @@ def configure() -> None:
     def configure_as_on_cuda(vllm_config: VllmConfig, device_type: str) -> None:
         (as_given,) = given
         scheduler, wanted = vllm_config.scheduler_config, as_given.scheduler_config
-        scheduler.async_scheduling = True
+        scheduler.async_scheduling = wanted.async_scheduling
         scheduler.enable_chunked_prefill = wanted.enable_chunked_prefill
         scheduler.max_num_batched_tokens = wanted.max_num_batched_tokens
         # As vLLM's platform of CUDA does.
