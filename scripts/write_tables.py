@@ -38,7 +38,7 @@ def _speed_ups(name: str, *, by_prompts: bool = False) -> str:
     prompts, with a row for each cell in place of a column.
     """
     result = read(RESULTS / f"{name}.json")
-    labels = [*dict.fromkeys(_kind(result, engine.name) for engine in result.engines)]
+    labels = _kinds(result)
     cells = result.cells()
     if by_prompts:
         cells = sorted(cells, key=lambda cell: (cell.prompts, cell.temperature, cell.batch))
@@ -114,7 +114,7 @@ def _peers() -> str:
         lines.append(f"| {name} | {' | '.join(texts)} |")
     result = read(RESULTS / "serve-llama-1b-zen5.json")
     cells = [cell for cell in result.cells() if cell.batch == 1]
-    for label in dict.fromkeys(_kind(result, engine.name) for engine in result.engines):
+    for label in _kinds(result):
         texts = []
         for cell in cells:
             best = _fastest(result, rows(result, cell), label)

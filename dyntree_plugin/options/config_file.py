@@ -11,7 +11,7 @@ from dyntree_plugin.secrets import hidden
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Refuse a file that vLLM fails on or overlooks, or of which it would lose one of two keys.
+    """Refuse a file that vLLM fails on or overlooks, or that has a key twice.
 
     ``arguments``: those of ``vllm serve``.
 

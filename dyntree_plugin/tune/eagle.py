@@ -78,8 +78,7 @@ class Head(nn.Module):
         super().__init__()
         self.config = config
         hidden = config.hidden_size
-        states = len(config.eagle_aux_hidden_state_layer_ids)
-        self.fc = nn.Linear(states * hidden, hidden, bias=False)
+        self.fc = nn.Linear(config.num_aux_hidden_states * hidden, hidden, bias=False)
         self.midlayer = _Layer(config)
         self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
@@ -251,6 +250,7 @@ def load_head(directory: Path) -> Head:
     """Return a stored head in fp32."""
     weights = load_file(directory / "model.safetensors")
     config = LlamaConfig.from_pretrained(directory)
+    config.num_aux_hidden_states = len(config.eagle_aux_hidden_state_layer_ids)
     ids = torch.arange(config.draft_vocab_size)
     head = Head(config, weights["d2t"] + ids if "d2t" in weights else ids)
     head.load_state_dict({name: head.state_dict()[name] for name in _NUMBERS} | weights)

@@ -54,7 +54,8 @@ def _checks(
         if device_type() == "cpu":
             yield kernels.layout()
             yield _default_memory()
-    if build_kernels and bool(command) == (config is not None):
+    refused = bool(command) and config is None
+    if build_kernels and not refused:
         yield from kernels.build(*command_line.variants(config), command_line.xqa(config), tell)
 
 

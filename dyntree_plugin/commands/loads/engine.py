@@ -71,29 +71,24 @@ def _redirect(log: Path) -> None:
 
 @dataclass
 class _Request:
-    """The request's times, in seconds: sent, first token, last token. ``steps``: steps that gave it
-    tokens. ``beside``: seconds and tokens of steps after the first token that read a prompt."""
+    """A request, sent and given its first token at these seconds. ``steps``: steps that gave it
+    tokens. ``decoding``, ``later``: seconds and tokens of the steps after the first token that read
+    no prompt."""
 
     asked: float
     first: float | None = None
-    last: float = 0.0
     steps: int = 0
     tokens: list[int] = field(default_factory=list)
-    beside: tuple[float, int] = (0.0, 0)
-
-    def times(self) -> tuple[float, float | None, float, int]:
-        """Return what `latencies_ms` takes, as if no other request's prompt had been read."""
-        seconds, tokens = self.beside
-        return self.asked, self.first, self.last - seconds, len(self.tokens) - tokens
+    decoding: float = 0.0
+    later: int = 0
 
     def take(self, tokens: Sequence[int], began: float, now: float, reads: bool) -> None:
-        """Take what a step gave; ``reads``: it read a prompt."""
-        if reads and self.steps:
-            seconds, beside = self.beside
-            self.beside = seconds + now - began, beside + len(tokens)
+        """Take the tokens of a step; ``reads``: it read a prompt."""
+        if self.steps and not reads:
+            self.decoding += now - began
+            self.later += len(tokens)
         if tokens:
             self.first = now if self.first is None else self.first
-            self.last = now
             self.steps += 1
             self.tokens += tokens
 
@@ -170,7 +165,7 @@ class Served:
         grown = counts.grown(before, REGISTRY.collect())
         decoding = [step for step in steps if step.decodes]
         names = dict.fromkeys(name for step in decoding for name in step.stages)
-        tpot, ttft = latencies_ms([request.times() for request in requests])
+        tpot, ttft = latencies_ms([(r.asked, r.first, r.decoding, r.later) for r in requests])
         run = Run(
             round=0,
             requests=len(requests),

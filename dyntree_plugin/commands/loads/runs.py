@@ -77,17 +77,17 @@ def latencies_ms(
 ) -> tuple[float, float]:
     """Compute ``tpot_ms`` and ``ttft_ms`` of a `Run`.
 
-    ``requests``: for each, the seconds at which it was sent, got its first token, and got its last,
-    and its number of tokens.
+    ``requests``: for each, the seconds at which it was sent and got its first token, and the
+    seconds and tokens of its later steps that count.
 
     Raises:
         RuntimeError: if a request got none.
     """
     spent, later, waited = 0.0, 0, 0.0
-    for asked, first, last, tokens in requests:
+    for asked, first, seconds, tokens in requests:
         if first is None:
             raise RuntimeError("a request has ended without a token")
-        spent += last - first
-        later += tokens - 1
+        spent += seconds
+        later += tokens
         waited += first - asked
     return 1e3 * spent / max(later, 1), 1e3 * waited / len(requests)

@@ -88,7 +88,7 @@ class NodeBuckets:
         forwards = 1 + (counts.growth_forwards or 0)
         if self._synchronous:  # Look-up alone counts as a forward.
             forwards = max(counts.draft_forwards, int(counts.growth_forwards is not None))
-        drafted = self._drafting_seconds.of(requests, forwards - 1.0) if forwards else 0.0
+        drafted = self._drafting_seconds.of(requests, forwards - 1) if forwards else 0.0
         spent = max(now - before - drafted, 1e-6)
         expected = self._cost.observe(rows, spent, self._context) + drafted
         return StepSeconds(expected, now - before, self._choice.take_lost())

@@ -71,7 +71,7 @@ class TreeBudget:
         if pays and not ahead:
             # Below a node, the best child is foreseen to have the chance of the best below roots.
             gain = frontier_gain(chosen.values[0] * chances, chosen.row_tokens)
-            spent = drafting.of(requests, 1.0) - drafting.of(requests, 0.0)
+            spent = drafting.of(requests, 1) - drafting.of(requests, 0)
             pays = bool(gain > (chosen.rate or 0.0) * spent)
         self._made, self._refused = self._made + pays, not pays
         return pays
@@ -119,7 +119,7 @@ class TreeBudget:
             verified[fixed] = valued_counts(chances[fixed], least)
         # Other trees compete for the rows that drawn ones leave.
         others, taken = chances[~fixed], int(verified.sum() + fixed.sum())
-        spent = self._drafting_seconds.of(requests, float(self._made))
+        spent = self._drafting_seconds.of(requests, self._made)
         kept = best_cut(others, curve[taken:], spent, chosen.rate).counts
         if chosen.tries:
             kept = np.maximum(kept, others[:, 0] > 0)
@@ -150,7 +150,7 @@ class TreeBudget:
             return None
         # Without a draft model, look-up takes the place of one forward.
         made = max(forwards, 1)
-        drafted = self._drafting_seconds.of(batch.num_reqs, made - 1.0)
+        drafted = self._drafting_seconds.of(batch.num_reqs, made - 1)
         self._drafting_seconds.observe(batch.num_reqs, made, drafting)
         spent = max(total - drafting, 1e-6)
         expected = self._cost.observe(batch.num_tokens, spent, self._context) + drafted

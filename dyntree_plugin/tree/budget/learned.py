@@ -27,7 +27,7 @@ SHARE = 0.01
 """Most of all time that trying may be expected to cost, half of it for rows and half for forwards,
 which must not use up what a dear number of rows waits for."""
 AT_FIRST = 2.0
-"""Steps whose time is saved up at first, when little is known; shared alike."""
+"""Steps whose time is saved up at first, half of it for rows and half for forwards."""
 TRIED_EVERY = 8
 """Rows are tried once in so many choices at most, and so are forwards."""
 OPTIMISM = 2.0

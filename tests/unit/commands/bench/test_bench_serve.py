@@ -99,8 +99,8 @@ def test_at_temperature_0_answers_are_compared_with_those_of_the_first_engine() 
     assert all(s.differing_tokens is None for s in found if s.cell == sampled)
 
 
-def test_time_per_token_leaves_out_the_first_and_weighs_requests_by_their_tokens() -> None:
-    tpot, ttft = latencies_ms([(0.0, 1.0, 3.0, 3), (0.0, 2.0, 10.0, 9)])
+def test_time_per_token_weighs_requests_by_their_tokens() -> None:
+    tpot, ttft = latencies_ms([(0.0, 1.0, 2.0, 2), (0.0, 2.0, 8.0, 8)])
     assert tpot == pytest.approx(1e3 * 10 / 10)
     assert ttft == pytest.approx(1500)
 
