@@ -171,7 +171,7 @@ def test_tokens_and_logprobs_are_those_without_trees(
 def test_requests_were_filled_up(engine: str, served: Served) -> None:
     results = served(engine)
     assert results["copies"].filled_up
-    assert results["scored"].filled_up or engine != "fixed"
+    assert results["scored"].filled_up
     # In steps of so few tokens others are in their prompts, and none is filled up.
     assert results["resumed"].filled_up or engine == "chunked"
 
